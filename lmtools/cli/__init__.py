@@ -1,0 +1,54 @@
+"""The command line: one file per command, and the one place where errors become a line on stderr.
+
+A command's module must be cheap to import (no numpy, no torch): everything heavy is imported inside the command,
+so that `lmtools --help` and the text stages start at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from lmtools import __version__
+from lmtools.errors import LmtoolsError
+
+app = typer.Typer(
+    name="lmtools",
+    help="Train and evaluate sharded language models, from raw text to a perplexity you can trust.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,  # a bug keeps its plain traceback
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lmtools {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> NoReturn:
+    """Run the command line and exit: 0 done, 1 an LmtoolsError (one line on stderr), 2 wrong usage, 130 Ctrl-C."""
+    try:
+        app(standalone_mode=True)
+    except LmtoolsError as error:
+        print(f"lmtools: {error}", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:
+        # The reader of our standard output has gone (`| head`): nothing to say, and nobody to say it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    sys.exit(0)

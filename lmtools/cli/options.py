@@ -1,0 +1,88 @@
+"""Options that several commands share, and how they report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+
+WorkersOption = Annotated[
+    int, typer.Option("--workers", min=1, help="Worker processes, at most; the output does not depend on it.")
+]
+
+SkipUnchangedOption = Annotated[
+    bool,
+    typer.Option(
+        "--skip-unchanged", help="Do nothing if the same inputs and options made what is already there."
+    ),
+]
+
+Advance = Callable[[int], None]
+"""Called with the number of units (bytes, tokens) that were just finished."""
+
+
+def say(message: str) -> None:
+    """A line for the person at the terminal: on stderr, so that stdout holds results alone."""
+    print(message, file=sys.stderr)
+
+
+def print_json(result: Mapping[str, Any]) -> None:
+    """One JSON object on stdout; never a bare NaN or Infinity, which are not JSON."""
+    print(json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+@contextmanager
+def progress_bar(description: str, *, total: int | None, unit: str = "bytes") -> Iterator[Advance]:
+    """A progress bar with rate and time left on stderr, silent when stderr is not a terminal.
+
+    Args:
+        description: what is being done, in a word or two.
+        total: how many units there are, or None when that is not known.
+        unit: `bytes`, or a plural noun such as `tokens`.
+
+    Yields:
+        A function to call with the number of units that were just finished.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    from rich.text import Text
+
+    class RateColumn(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            speed = task.finished_speed or task.speed
+            return Text("" if speed is None else f"{speed:,.0f} {unit}/s", style="progress.data.speed")
+
+    amounts: tuple[ProgressColumn, ...]
+    if unit == "bytes":
+        amounts = (DownloadColumn(binary_units=True), TransferSpeedColumn())
+    else:
+        amounts = (MofNCompleteColumn(), RateColumn())
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        *amounts,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task(description, total=total)
+        yield lambda count: progress.advance(task, count)

@@ -1,0 +1,1 @@
+"""From a model and a split to a perplexity, with every count that went into it."""

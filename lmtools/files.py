@@ -1,0 +1,284 @@
+"""Files that are complete or absent: atomic writes, transparent decompression, hashes, disk space.
+
+Every output of lmtools goes through `atomic_write` or `atomic_directory`: the bytes are written under a temporary
+name in the same folder, flushed to the disk, and renamed. A process that is killed leaves the old file or the
+new one, never half of either.
+"""
+
+from __future__ import annotations
+
+import bz2
+import errno
+import gzip
+import hashlib
+import io
+import lzma
+import os
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, BinaryIO, cast
+
+from lmtools.errors import DataError, LmtoolsError
+
+STDIO = "-"
+"""The name that means standard input or standard output."""
+
+COMPRESSED_SUFFIXES = frozenset({".gz", ".bz2", ".xz", ".zst"})
+
+_COPY_BYTES = 1 << 20
+
+
+@contextmanager
+def open_binary(path: str | Path) -> Iterator[BinaryIO]:
+    """Open a file for reading bytes, decompressed by its suffix; `-` is standard input.
+
+    Args:
+        path: a plain, `.gz`, `.bz2`, `.xz` or `.zst` file, or `-`.
+
+    Yields:
+        A binary stream of the decompressed content.
+
+    Raises:
+        DataError: the file does not exist, is a folder, may not be read, or its compressed stream is broken.
+    """
+    try:
+        with _open_by_suffix(path) as stream:
+            yield cast(BinaryIO, stream)
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file") from error
+    except IsADirectoryError as error:
+        raise DataError(f"{path}: is a folder, expected a file") from error
+    except PermissionError as error:
+        raise DataError(f"{path}: may not be read (permission denied)") from error
+    except (EOFError, lzma.LZMAError, zlib.error) as error:
+        raise _broken_stream(path, error) from error
+    except OSError as error:
+        if error.errno is not None:  # a broken gzip or bz2 stream is an OSError without a number
+            raise
+        raise _broken_stream(path, error) from error
+
+
+def _broken_stream(path: str | Path, error: Exception) -> DataError:
+    return DataError(f"{path}: broken compressed stream ({error}); fetch or compress the file again")
+
+
+def _open_by_suffix(path: str | Path) -> IO[bytes]:
+    if str(path) == STDIO:
+        # A duplicate, so that closing the stream leaves the process its standard input.
+        return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    match Path(path).suffix:
+        case ".gz":
+            return cast(IO[bytes], gzip.open(path, "rb"))
+        case ".bz2":
+            return cast(IO[bytes], bz2.open(path, "rb"))
+        case ".xz":
+            return cast(IO[bytes], lzma.open(path, "rb"))
+        case ".zst":
+            return io.BufferedReader(_ZstandardReader(path), buffer_size=_COPY_BYTES)
+        case _:
+            return open(path, "rb")
+
+
+class _ZstandardReader(io.RawIOBase):
+    """Reads every frame of a .zst file and, unlike zstandard's own reader, refuses a frame that is cut short."""
+
+    def __init__(self, path: str | Path) -> None:
+        import zstandard
+
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._frame = self._decompressor.decompressobj()
+        self._frame_started = False
+        self._file = open(path, "rb")  # noqa: SIM115 - closed by close()
+        self._compressed = b""
+        self._plain = memoryview(b"")
+        self._error = zstandard.ZstdError
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: object) -> int:
+        target = memoryview(buffer)  # type: ignore[arg-type]
+        while not self._plain:
+            if not self._compressed:
+                self._compressed = self._file.read(_COPY_BYTES)
+            if not self._compressed:
+                if self._frame_started:
+                    raise EOFError("the last zstandard frame is cut short")
+                return 0
+            try:
+                self._plain = memoryview(self._frame.decompress(self._compressed))
+            except self._error as error:
+                raise EOFError(str(error)) from error
+            self._frame_started = True
+            self._compressed = b""
+            if self._frame.eof:
+                self._compressed = self._frame.unused_data
+                self._frame = self._decompressor.decompressobj()
+                self._frame_started = False
+        count = min(len(target), len(self._plain))
+        target[:count] = self._plain[:count]
+        self._plain = self._plain[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+@contextmanager
+def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
+    """Write a file so that it is complete or absent.
+
+    Args:
+        path: the target; `-` writes to standard output.
+
+    Yields:
+        A binary stream. When the block ends without an exception, its content replaces the target.
+
+    Raises:
+        LmtoolsError: the folder does not exist or may not be written, or the disk is full; the target is as it was.
+    """
+    if str(path) == STDIO:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    target = Path(path)
+    with disk_errors(target):
+        descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+        temporary = Path(name)
+        try:
+            with os.fdopen(descriptor, "wb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.chmod(0o666 & ~_umask())  # mkstemp makes private files; an output is an ordinary one
+            temporary.replace(target)
+            fsync_directory(target.parent)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def atomic_write_text(path: str | Path, text: str) -> None:
+    """Write a UTF-8 text file so that it is complete or absent (see `atomic_write`)."""
+    with atomic_write(path) as stream:
+        stream.write(text.encode("utf-8"))
+
+
+@contextmanager
+def atomic_directory(path: str | Path) -> Iterator[Path]:
+    """Fill a folder so that it is complete or absent.
+
+    Args:
+        path: the target folder, which must not exist or be empty.
+
+    Yields:
+        A temporary folder beside it. When the block ends without an exception it takes the target's name.
+
+    Raises:
+        LmtoolsError: the target has content, or the disk is full or not writable.
+    """
+    target = Path(path)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise LmtoolsError(f"{target}: exists already; choose another name or remove it")
+    with disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+        try:
+            yield temporary
+            for name in sorted(temporary.rglob("*")):
+                if name.is_file():
+                    fsync_file(name)
+            temporary.chmod(0o777 & ~_umask())
+            temporary.replace(target)
+            fsync_directory(target.parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def disk_errors(target: str | Path) -> Iterator[None]:
+    """Turn the disk's own errors while writing `target` into one clear line.
+
+    Raises:
+        LmtoolsError: the disk or quota is full, the folder is missing, or it may not be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise LmtoolsError(
+                f"{target}: no space left on the disk; free some space and run again"
+            ) from error
+        if error.errno == errno.EFBIG:
+            raise LmtoolsError(f"{target}: larger than this file system or process may write") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise LmtoolsError(
+                f"{target}: may not be written ({os.strerror(error.errno).lower()})"
+            ) from error
+        if error.errno in (errno.ENOENT, errno.ENOTDIR) and not Path(target).parent.is_dir():
+            raise LmtoolsError(f"{target}: the folder {Path(target).parent} does not exist") from error
+        if error.errno == errno.EISDIR:
+            raise LmtoolsError(f"{target}: is a folder, expected a file name") from error
+        raise
+
+
+def fsync_file(path: str | Path) -> None:
+    """Flush a file that another process or library wrote."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_directory(path: str | Path) -> None:
+    """Flush a folder's entries, so that a rename in it survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sha256_file(path: str | Path) -> str:
+    """The hex sha256 of a file's bytes as they are on the disk (not decompressed)."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while chunk := stream.read(_COPY_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def require_free_space(folder: str | Path, num_bytes: int, purpose: str) -> None:
+    """Stop before a long job that cannot end.
+
+    Args:
+        folder: an existing folder on the disk that will be written.
+        num_bytes: how much the job will add.
+        purpose: what it is for, as the message's first words.
+
+    Raises:
+        LmtoolsError: fewer than `num_bytes` are free.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise LmtoolsError(
+            f"{purpose}: needs {num_bytes:,} bytes in {folder}, which has {free:,} free; "
+            "free some space or choose another folder"
+        )
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

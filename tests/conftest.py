@@ -1,0 +1,38 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def golden() -> Path:
+    """What genuine fairseq wrote from text and models of our own; see tests/golden/README.md."""
+    return REPOSITORY / "tests" / "golden"
+
+
+def _shared(name: str) -> Path:
+    folder = REPOSITORY.parent / "shared" / name
+    if not folder.is_dir():
+        message = f"the genuine WikiText files are not at {folder}"
+        if os.environ.get("LMTOOLS_REQUIRE_SHARED"):
+            pytest.fail(message)
+        pytest.skip(message)
+    return folder
+
+
+@pytest.fixture
+def shared_golden() -> Path:
+    """What genuine fairseq wrote from WikiText, beside the checkout."""
+    return _shared("golden")
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    """WikiText itself, beside the checkout."""
+    return _shared("data")
