@@ -140,15 +140,11 @@ def read_fresh_manifest(path: str | Path) -> Manifest | None:
         return None
     name = Path(path).name
     return (
-        manifest
-        if any(record == FileRecord.of(path) for record in manifest.outputs if record.path == name)
-        else None
+        manifest if any(record == FileRecord.of(path) for record in manifest.outputs if record.path == name) else None
     )
 
 
-def is_unchanged(
-    path: str | Path, *, tool: str, options: Mapping[str, Any], inputs: Sequence[str | Path]
-) -> bool:
+def is_unchanged(path: str | Path, *, tool: str, options: Mapping[str, Any], inputs: Sequence[str | Path]) -> bool:
     """Whether a step would make again what is already there.
 
     True when the manifest of `path` names the same tool, version and options, its inputs have the same bytes as

@@ -213,15 +213,11 @@ def disk_errors(target: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise LmtoolsError(
-                f"{target}: no space left on the disk; free some space and run again"
-            ) from error
+            raise LmtoolsError(f"{target}: no space left on the disk; free some space and run again") from error
         if error.errno == errno.EFBIG:
             raise LmtoolsError(f"{target}: larger than this file system or process may write") from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise LmtoolsError(
-                f"{target}: may not be written ({os.strerror(error.errno).lower()})"
-            ) from error
+            raise LmtoolsError(f"{target}: may not be written ({os.strerror(error.errno).lower()})") from error
         if error.errno in (errno.ENOENT, errno.ENOTDIR) and not Path(target).parent.is_dir():
             raise LmtoolsError(f"{target}: the folder {Path(target).parent} does not exist") from error
         if error.errno == errno.EISDIR:

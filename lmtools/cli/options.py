@@ -18,9 +18,7 @@ WorkersOption = Annotated[
 
 SkipUnchangedOption = Annotated[
     bool,
-    typer.Option(
-        "--skip-unchanged", help="Do nothing if the same inputs and options made what is already there."
-    ),
+    typer.Option("--skip-unchanged", help="Do nothing if the same inputs and options made what is already there."),
 ]
 
 Advance = Callable[[int], None]
