@@ -13,7 +13,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from lmtools import __version__
-from lmtools.errors import LmtoolsError
+from lmtools.cli.download import download
+from lmtools.errors import LmtoolsError, WorkerError
+from lmtools.parallel.launch import prefix_of_rank, worker
 
 app = typer.Typer(
     name="lmtools",
@@ -40,12 +42,18 @@ def _options(
     pass
 
 
+app.command("download")(download)
+
+
 def main() -> NoReturn:
     """Run the command line and exit: 0 done, 1 an LmtoolsError (one line on stderr), 2 wrong usage, 130 Ctrl-C."""
     try:
-        app(standalone_mode=True)
+        with worker():
+            app(standalone_mode=True)
     except LmtoolsError as error:
-        print(f"lmtools: {error}", file=sys.stderr)
+        if isinstance(error, WorkerError):
+            sys.stderr.write(error.traceback)  # a bug keeps its traceback, in a worker too
+        print(f"lmtools: {prefix_of_rank()}{error}", file=sys.stderr)
         sys.exit(1)
     except BrokenPipeError:
         # The reader of our standard output has gone (`| head`): nothing to say, and nobody to say it to.
