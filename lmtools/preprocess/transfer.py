@@ -256,6 +256,7 @@ def _receive(
                 part.discard()
                 raise _MirrorError(f"sends more than the {expected:,} bytes that were expected")
             stream.write(chunk)
+            stream.flush()  # so that a kill loses nothing that arrived
             advance(len(chunk))
     if expected is not None and num_bytes < expected:
         raise _TransientError(f"ended after {num_bytes:,} of {expected:,} bytes")
