@@ -34,4 +34,12 @@ class CheckpointError(LmtoolsError):
 
 
 class WorkerError(LmtoolsError):
-    """A worker process that failed or was killed."""
+    """A worker process that failed or was killed.
+
+    Attributes:
+        traceback: the worker's own, when what it raised is a bug rather than an LmtoolsError; else empty.
+    """
+
+    def __init__(self, message: str, *, traceback: str = "") -> None:
+        super().__init__(message)
+        self.traceback = traceback

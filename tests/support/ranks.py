@@ -8,7 +8,7 @@
     def test_sum() -> None:
         assert run_ranks(4, sum_of_ranks, 10) == [46.0] * 4
 
-The processes are forked from a server that has imported torch once, so a call costs about 0.1 s, and each call has fresh
+The processes are forked from a server that has imported torch once, so a call costs about 0.1 s. Each call has fresh
 processes and a fresh process group: no test sees what another left behind.
 """
 

@@ -1,0 +1,236 @@
+"""Start N workers on this machine, or join those that torchrun started.
+
+A command that needs several processes runs its own command line again in each of them:
+
+    lmtools eval DATA --mp 8                    the launcher: `run_workers(sys.argv[1:], num_workers=8)`
+      python -m lmtools eval DATA --mp 8        8 workers, RANK=0 ... 7: `with process_group("cuda") as device:`
+
+    torchrun --nproc-per-node 8 -m lmtools eval DATA --mp 8        the same workers, without the launcher
+
+What the launcher promises, on top of torch elastic's:
+
+- One error for the person at the terminal: that of the rank that failed first (`failures.py`). A worker leaves its
+  error in elastic's error file and ends without a word (`worker`).
+- No process outlives the run. A failure, Ctrl-C or SIGTERM ends all workers at once, since they keep SIGTERM's default
+  action, which needs no answer from a process that hangs in a collective. If the launcher itself is killed, its workers
+  notice that their parent is gone.
+
+This module imports torch only inside functions: every command's start-up passes through it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from lmtools.errors import ConfigError
+from lmtools.files import atomic_write_text
+from lmtools.parallel.failures import Failure, report, worker_error
+
+if TYPE_CHECKING:
+    import torch
+
+_LAUNCHER_PID = "LMTOOLS_LAUNCHER_PID"
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+
+
+def is_worker() -> bool:
+    """Whether this process is one rank of a run that torchrun, a scheduler or `run_workers` started."""
+    # A job system may set RANK and WORLD_SIZE to count machines; LOCAL_RANK is set for processes only.
+    return {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()
+
+
+def prefix_of_rank() -> str:
+    """`rank 3: ` in a worker, for a message that it prints itself; empty in any other process."""
+    return f"rank {os.environ['RANK']}: " if is_worker() else ""
+
+
+def run_workers(
+    arguments: Sequence[str],
+    *,
+    num_workers: int,
+    command: Sequence[str] = (sys.executable, "-m", "lmtools"),
+    max_restarts: int = 0,
+    stop_signal: signal.Signals = signal.SIGTERM,
+    grace_seconds: int = 5,
+) -> None:
+    """Run `command *arguments` in `num_workers` processes on this machine and wait for all of them.
+
+    Call it in the main thread. Workers share this process's standard streams and get torchrun's environment variables.
+    Unless OMP_NUM_THREADS is set, they get their share of the cores.
+
+    Args:
+        arguments: the command line of every worker.
+        num_workers: how many ranks.
+        command: what the arguments are given to.
+        max_restarts: how often all workers are started again after one has failed.
+        stop_signal: what workers get when this process is told to stop (SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1).
+            SIGTERM ends them at once; SIGUSR1 is for workers that handle it by saving their state and ending.
+        grace_seconds: how long they may take to end then. A second signal ends them at once.
+
+    Raises:
+        WorkerError: a worker failed or was killed; all of them are gone.
+        SystemExit: this process was told to stop; the code is 128 + the signal's number, and the workers are gone.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _silence_elastic()
+    received: list[int] = []
+
+    def stop(signal_number: int, _frame: FrameType | None) -> None:
+        received.append(signal_number)
+        raise SignalException(f"signal {signal_number}", stop_signal)
+
+    # Elastic fills in "${local_rank}" in arguments, and would turn a "$$" of the user's into "$".
+    escaped = [argument.replace("$", "$$") for argument in (*command[1:], *arguments)]
+    with tempfile.TemporaryDirectory(prefix="lmtools-workers-") as error_folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_workers,
+            run_id=uuid.uuid4().hex,
+            # The launcher holds the store, on a port that the system picks: no race for it, whatever else is running.
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=max_restarts,
+            logs_specs=DefaultLogsSpecs(log_dir=error_folder),
+            signals_to_handle="",  # `stop` handles them
+            shutdown_timeout=grace_seconds,
+        )
+        try:
+            with _environment_of_workers(num_workers), _signal_handlers(stop):
+                elastic_launch(config, command[0])(*escaped)
+        except SignalException:
+            raise SystemExit(128 + received[0]) from None
+        except ChildFailedError as error:
+            failures = [Failure(rank, end.exitcode, end.error_file_data) for rank, end in error.failures.items()]
+            raise worker_error(failures) from None
+
+
+@contextmanager
+def worker() -> Iterator[None]:
+    """Around all that a process does: what a worker owes the launcher. In any other process it does nothing.
+
+    An exception is reported to the launcher, which prints it, and the process ends at once: its process group is not
+    taken down in order, since that can wait for peers that wait for this rank. It also ends when the launcher is gone.
+    """
+    launcher_pid = os.environ.get(_LAUNCHER_PID)
+    if launcher_pid is None or not is_worker():
+        yield
+        return
+    threading.Thread(target=_end_with, args=(int(launcher_pid),), daemon=True).start()
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the launcher shows it, with its traceback
+        atomic_write_text(os.environ[_ERROR_FILE], json.dumps(report(error)))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _end_with(launcher_pid: int) -> None:
+    while os.getppid() == launcher_pid:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def process_group(device_type: str, *, timeout: timedelta = timedelta(minutes=30)) -> Iterator[torch.device]:
+    """Join this run's process group: gloo for the CPU, and NCCL too on CUDA. A world of one has none.
+
+    Every rank must call it. After an exception the group is left as it is: the process is about to end, and its peers
+    must not lose their connection before the cause is on record.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        timeout: how long a collective may wait for the slowest rank.
+
+    Yields:
+        The device of this rank: on CUDA, the one with the number LOCAL_RANK.
+
+    Raises:
+        ConfigError: this machine has no such device for this rank.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        local_rank, num_devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= num_devices:
+            raise ConfigError(
+                f"process {local_rank + 1} on this machine has no GPU, {num_devices} found; "
+                "start no more processes than there are GPUs, or use --device cpu"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if not is_worker() or int(os.environ["WORLD_SIZE"]) == 1:
+        yield device
+        return
+    # Counts and other host data are reduced over gloo, whatever the device.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=timeout)
+    yield device
+    dist.destroy_process_group()
+
+
+def _silence_elastic() -> None:
+    """Keep elastic's own account of a failure off the terminal; LOGLEVEL, its own switch, brings it back."""
+    if "LOGLEVEL" not in os.environ:
+        logger = logging.getLogger("torch.distributed.elastic")
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False
+
+
+@contextmanager
+def _environment_of_workers(num_workers: int) -> Iterator[None]:
+    """Set what workers inherit, and what the user has not set already, for as long as they run."""
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, _num_cores() // num_workers)),
+        # All on one machine: no need to be found, or reached, from outside.
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+    }
+    before = {name: os.environ.get(name) for name in (*defaults, _LAUNCHER_PID)}
+    os.environ.update({**defaults, **os.environ, _LAUNCHER_PID: str(os.getpid())})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _num_cores() -> int:
+    """How many cores this process may use; a scheduler may have made them fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def _signal_handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle what tells a process to stop, but not what it was told to ignore (`nohup`), for a while."""
+    before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
+    handled = [number for number in _STOP_SIGNALS if before[number] is not signal.SIG_IGN]
+    for number in handled:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, before[number])
