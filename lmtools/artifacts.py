@@ -130,18 +130,17 @@ def read_manifest(path: str | Path) -> Manifest | None:
 
 
 def read_fresh_manifest(path: str | Path) -> Manifest | None:
-    """The manifest of `path` if it describes the file as it is now, else None.
+    """The manifest of `path` if it describes what is there now, else None.
 
     A file that was edited after its manifest was written no longer has the counts that the manifest says, so
-    the recorded sha256 is compared with the file's.
+    the recorded sha256 is compared with the file's. When `path` is not one of the outputs but what they have in
+    common (a folder, or a split's prefix), every output must be as it was recorded.
     """
     manifest = read_manifest(path)
     if manifest is None:
         return None
-    name = Path(path).name
-    return (
-        manifest if any(record == FileRecord.of(path) for record in manifest.outputs if record.path == name) else None
-    )
+    own = [record for record in manifest.outputs if record.path == Path(path).name]
+    return manifest if _are_as_recorded(path, own or manifest.outputs) else None
 
 
 def is_unchanged(path: str | Path, *, tool: str, options: Mapping[str, Any], inputs: Sequence[str | Path]) -> bool:
@@ -157,10 +156,11 @@ def is_unchanged(path: str | Path, *, tool: str, options: Mapping[str, Any], inp
         return False
     if any(str(name) == STDIO or not Path(name).exists() for name in inputs):
         return False
+    return list(manifest.inputs) == [FileRecord.of(name) for name in inputs] and _are_as_recorded(
+        path, manifest.outputs
+    )
+
+
+def _are_as_recorded(path: str | Path, records: Sequence[FileRecord]) -> bool:
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    outputs = [folder / record.path for record in manifest.outputs]
-    if not all(output.is_file() for output in outputs):
-        return False
-    return list(manifest.inputs) == [FileRecord.of(name) for name in inputs] and list(manifest.outputs) == [
-        FileRecord.of(output) for output in outputs
-    ]
+    return all((folder / record.path).is_file() and FileRecord.of(folder / record.path) == record for record in records)
