@@ -1,0 +1,238 @@
+"""fairseq's model checkpoints: one file, or the parts that its model parallelism writes.
+
+Part r of P is `STEM-model_part-R.pt` and holds rank r's contiguous share of every split parameter and a copy of every
+replicated one. Which is which is in `lmtools.parallel.plans` and nowhere else. Reading opens all parts, maps them
+into memory and checks their names and shapes; tensors are read when, and as far as, they are asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmtools.checkpoints.fairseq_config import model_settings, transformer_lm_config
+from lmtools.checkpoints.unpickle import LazyTensor, plain, read_torch_file
+from lmtools.errors import CheckpointError
+from lmtools.models.transformer_lm import TransformerLM, TransformerLMConfig
+from lmtools.parallel.plans import TRANSFORMER_LM, Plan, split_of
+
+PART_NAME = re.compile(r"(?P<stem>.+)-model_part-(?P<part>\d+)\.pt")
+
+# Names that fairseq writes beside the parameters: a format version, and a marker of computed positions.
+_NOT_PARAMETERS = frozenset({"version", "embed_positions._float_tensor", "embed_positions.version"})
+_OUTPUT = "output_projection.weight"
+_EMBEDDING = "embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class FairseqCheckpoint:
+    """An open checkpoint, of which only names and shapes were read.
+
+    Attributes:
+        paths: the file of each part, in rank order.
+        config: the model that it holds.
+        settings: fairseq's options as it wrote them.
+        parts: lmtools' parameter name to lazy tensor, for each part.
+        plan: how the parameters are split over the parts.
+    """
+
+    paths: tuple[Path, ...]
+    config: TransformerLMConfig
+    settings: Mapping[str, Any]
+    parts: tuple[Mapping[str, LazyTensor], ...]
+    plan: Plan = TRANSFORMER_LM
+
+    @property
+    def num_parts(self) -> int:
+        """How many model-parallel ranks wrote it."""
+        return len(self.paths)
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this checkpoint from another one written to the same place, without hashing gigabytes."""
+        stats = [path.stat() for path in self.paths]
+        return {
+            "checkpoint_files": [[p.name, s.st_size, s.st_mtime_ns] for p, s in zip(self.paths, stats, strict=True)]
+        }
+
+    def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        """Read part of a whole parameter, from whichever parts hold it.
+
+        Args:
+            name: lmtools' parameter name.
+            slices: one for each dimension, with plain bounds.
+
+        Returns:
+            A tensor of its own, in the dtype that the file stores.
+        """
+        dim = split_of(name, self.plan).dim
+        if dim is None:
+            return self.parts[0][name].read_slice(slices)
+        pieces = []
+        offset = 0
+        for part in self.parts:
+            tensor = part[name]
+            length = tensor.shape[dim]
+            start = max(slices[dim].start - offset, 0)
+            stop = min(slices[dim].stop - offset, length)
+            if start < stop:
+                pieces.append(tensor.read_slice((*slices[:dim], slice(start, stop), *slices[dim + 1 :])))
+            offset += length
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
+
+    def verify_part(self, part: int) -> None:
+        """Compare what must be equal, by value: replicated tensors with part 0's, tied weights with each other.
+
+        Raises:
+            CheckpointError: a difference; names the tensor and both files.
+        """
+        tensors = self.parts[part]
+        for name, tensor in tensors.items():
+            replicated = split_of(name, self.plan).dim is None
+            if replicated and part > 0 and not _equal(tensor, self.parts[0][name]):
+                raise CheckpointError(
+                    f"{self.paths[part]}: {name} is replicated but differs from the one in {self.paths[0].name}; "
+                    "the parts are not of one training step"
+                )
+        tied = self.config.share_decoder_input_output_embed and _OUTPUT in tensors
+        if tied and not _equal(tensors[_OUTPUT], tensors[_EMBEDDING]):
+            raise CheckpointError(
+                f"{self.paths[part]}: {_OUTPUT} differs from {_EMBEDDING}, though the model shares them"
+            )
+
+
+def open_fairseq(path: str | Path) -> FairseqCheckpoint:
+    """Open a checkpoint and check all that can be checked without reading its weights.
+
+    Args:
+        path: a folder with one checkpoint, a file, one part, or the stem that parts share (`model.pt` for
+            `model-model_part-0.pt`, ...).
+
+    Raises:
+        CheckpointError: no checkpoint there, a part is missing or foreign, or a tensor is missing, unknown or of a
+            wrong shape.
+    """
+    paths = find_parts(path)
+    contents = [read_torch_file(part).content for part in paths]
+    for part, content in zip(paths, contents, strict=True):
+        if not isinstance(content, Mapping) or not isinstance(content.get("model"), Mapping):
+            raise CheckpointError(f"{part}: holds no `model`, expected a fairseq checkpoint")
+    settings = model_settings(plain({key: contents[0].get(key) for key in ("args", "cfg")}), str(paths[0]))
+    _require_all_parts(paths, settings)
+    parts = [_rename(content["model"], part) for part, content in zip(paths, contents, strict=True)]
+    rows = sum(part[_EMBEDDING].shape[0] for part in parts if _EMBEDDING in part)
+    config = transformer_lm_config(settings, rows, str(paths[0]))
+    _require_shapes(paths, parts, config)
+    return FairseqCheckpoint(tuple(paths), config, settings, tuple(parts))
+
+
+def find_parts(path: str | Path) -> list[Path]:
+    """The files of a checkpoint, in rank order; see `open_fairseq` for what `path` may be."""
+    path = Path(path)
+    if path.is_dir():
+        stems = sorted(
+            {(match["stem"] if (match := PART_NAME.fullmatch(p.name)) else p.stem) for p in path.glob("*.pt")}
+        )
+        if not stems:
+            raise CheckpointError(
+                f"{path}: no .pt file in this folder; expected model-model_part-0.pt, ... or one file"
+            )
+        if len(stems) > 1:
+            choices = ", ".join(f"{stem}.pt" for stem in stems)
+            raise CheckpointError(f"{path}: holds several checkpoints; name one of {choices}")
+        path = path / f"{stems[0]}.pt"
+    match = PART_NAME.fullmatch(path.name)
+    if match is None and path.is_file():
+        return [path]
+    stem = match["stem"] if match else path.stem
+    numbered = {
+        int(found["part"]): candidate
+        for candidate in path.parent.glob("*.pt")
+        if (found := PART_NAME.fullmatch(candidate.name)) and found["stem"] == stem
+    }
+    if not numbered:
+        raise CheckpointError(f"{path}: no such checkpoint, and no {stem}-model_part-0.pt beside it")
+    _require_numbers(numbered, max(numbered) + 1, path.parent / stem)
+    return [numbered[part] for part in range(len(numbered))]
+
+
+def _require_numbers(numbered: Iterable[int], expected: int, stem: Path) -> None:
+    missing = sorted(set(range(expected)) - set(numbered))
+    if missing:
+        names = ", ".join(f"{stem.name}-model_part-{part}.pt" for part in missing)
+        raise CheckpointError(f"{stem.parent}: {len(missing)} of {expected} parts missing: {names}")
+
+
+def _require_all_parts(paths: Sequence[Path], settings: Mapping[str, Any]) -> None:
+    expected = settings.get("model_parallel_size") or 1
+    match = PART_NAME.fullmatch(paths[0].name)
+    if match is None:
+        if expected > 1:
+            raise CheckpointError(
+                f"{paths[0]}: is one of {expected} model-parallel parts; keep the names STEM-model_part-R.pt"
+            )
+    elif expected != len(paths):
+        if expected > len(paths):
+            _require_numbers(range(len(paths)), expected, paths[0].parent / match["stem"])
+        raise CheckpointError(f"{paths[0].parent}: {len(paths)} parts, but the checkpoint was written by {expected}")
+
+
+def _rename(state: Mapping[str, Any], path: Path) -> dict[str, LazyTensor]:
+    """fairseq's names to lmtools': without `decoder.`, and without what is no parameter."""
+    tensors: dict[str, LazyTensor] = {}
+    for key, tensor in state.items():
+        name = key.removeprefix("decoder.")
+        if name == "embed_out":  # an untied output before output_projection existed
+            name = _OUTPUT
+        if name in _NOT_PARAMETERS:
+            continue
+        if not isinstance(tensor, LazyTensor) or not key.startswith("decoder."):
+            raise CheckpointError(f"{path}: unknown entry {key!r} in the model, expected tensors named decoder.*")
+        tensors[name] = tensor
+    return tensors
+
+
+def _require_shapes(paths: Sequence[Path], parts: Sequence[dict[str, LazyTensor]], config: TransformerLMConfig) -> None:
+    """Each part has exactly the model's parameters, and together they have the model's shapes."""
+    with torch.device("meta"):
+        model = TransformerLM(config)
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    optional = {_OUTPUT} if config.share_decoder_input_output_embed else set()
+    for path, part in zip(paths, parts, strict=True):
+        unknown = sorted(part.keys() - expected.keys())
+        missing = sorted(expected.keys() - part.keys() - optional)
+        if unknown or missing:
+            found = "; ".join(
+                f"{kind} {', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
+                for kind, names in (("unknown", unknown), ("missing", missing))
+                if names
+            )
+            raise CheckpointError(f"{path}: tensors do not fit the model of the checkpoint's options: {found}")
+    for name, shape in expected.items():
+        holders = [part for part in parts if name in part]
+        if holders and len(holders) != len(parts):
+            raise CheckpointError(f"{paths[0].parent}: {name} is in {len(holders)} of {len(parts)} parts")
+        if holders:
+            whole = _whole_shape(name, [part[name].shape for part in parts], paths)
+            if whole != shape:
+                raise CheckpointError(f"{paths[0]}: {name} has shape {whole} over all parts, expected {shape}")
+
+
+def _whole_shape(name: str, shapes: Sequence[tuple[int, ...]], paths: Sequence[Path]) -> tuple[int, ...]:
+    dim = split_of(name, TRANSFORMER_LM).dim
+    first = shapes[0]
+    for path, shape in zip(paths, shapes, strict=True):
+        if len(shape) != len(first) or any(shape[i] != first[i] for i in range(len(first)) if i != dim):
+            raise CheckpointError(f"{path}: {name} has shape {shape}, but {first} in {paths[0].name}")
+    if dim is None:
+        return first
+    return (*first[:dim], sum(shape[dim] for shape in shapes), *first[dim + 1 :])
+
+
+def _equal(left: LazyTensor, right: LazyTensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(left.read(), right.read())

@@ -1,0 +1,66 @@
+"""Whatever the checkpoint is, onto this mesh: a rank reads only its share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from lmtools.checkpoints.fairseq import FairseqCheckpoint, open_fairseq
+from lmtools.errors import ConfigError
+from lmtools.models.transformer_lm import TransformerLM
+from lmtools.parallel.mesh import Mesh
+from lmtools.parallel.parallelize import materialize, parallelize
+from lmtools.parallel.plans import TRANSFORMER_LM
+
+
+def open_checkpoint(path: str | Path) -> FairseqCheckpoint:
+    """Open a checkpoint without reading its weights.
+
+    Raises:
+        CheckpointError: it is not there, not complete, or not one that lmtools reads.
+    """
+    return open_fairseq(path)
+
+
+def require_divisible(checkpoint: FairseqCheckpoint, tp_size: int) -> None:
+    """Refuse a tensor-parallel size that would cut through a head.
+
+    Raises:
+        ConfigError: names the sizes that work.
+    """
+    num_heads = checkpoint.config.decoder_attention_heads
+    if num_heads % tp_size:
+        sizes = ", ".join(str(size) for size in range(1, num_heads + 1) if num_heads % size == 0)
+        raise ConfigError(
+            f"--mp {tp_size}: does not divide the model's {num_heads} attention heads; use one of {sizes}"
+        )
+
+
+def load_model(checkpoint: FairseqCheckpoint, mesh: Mesh, dtype: torch.dtype) -> TransformerLM:
+    """Build the model and fill it from the checkpoint. Every rank of the mesh must call it.
+
+    Any number of parts loads on any tensor-parallel size that divides the heads. Peak memory of a rank is its share of
+    the model and one tensor.
+
+    Args:
+        checkpoint: from `open_checkpoint`.
+        mesh: where we are.
+        dtype: what the parameters are converted to.
+
+    Returns:
+        The model in eval mode, on `mesh.device`, without gradients.
+
+    Raises:
+        CheckpointError: parts that contradict each other. The parts are divided among the ranks to be compared.
+        ConfigError: the tp size does not divide the heads.
+    """
+    require_divisible(checkpoint, mesh.tp_size)
+    for part in range(mesh.rank, checkpoint.num_parts, mesh.world_size):
+        checkpoint.verify_part(part)
+    with torch.device("meta"):
+        model = TransformerLM(checkpoint.config)
+    if mesh.tp_mesh is not None:
+        parallelize(model, TRANSFORMER_LM, mesh.tp_mesh)
+    materialize(model, checkpoint.read, device=mesh.device, dtype=dtype)
+    return model.requires_grad_(False).eval()

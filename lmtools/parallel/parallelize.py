@@ -1,0 +1,143 @@
+"""A plan and a mesh, applied to a module that knows neither.
+
+The order is always: build the module on the meta device, `parallelize` it, `materialize` its parameters from a
+checkpoint or from `seeded_values`. No rank ever holds more of the model than its share and one tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from lmtools.parallel.plans import Plan, Split, shard_bounds, split_of
+
+ReadSlice = Callable[[str, tuple[slice, ...]], Tensor]
+"""Reads part of a whole (unsplit) parameter: its name and one slice for each dimension."""
+
+
+def parallelize(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh) -> None:
+    """Split a model over the tensor-parallel ranks, in place. Every rank of `tp_mesh` must call it.
+
+    Vocabularies that the ranks do not divide are cut unevenly, as DTensor does, so no row is ever added.
+
+    Args:
+        model: any module whose parameters `plan` names; parameters may be on the meta device.
+        plan: the model's row in `lmtools.parallel.plans`.
+        tp_mesh: one-dimensional mesh of the tp ranks.
+    """
+    ties = _tied_names(model)
+    styles: dict[str, ParallelStyle] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            style = _style(module, split_of(f"{name}.weight", plan))
+            if style is not None:
+                styles[name] = style
+    parallelize_module(model, tp_mesh, styles)
+    # Splitting replaced each module's parameters by its own DTensors: what was one tensor must be one again.
+    for first, *others in ties:
+        for other in others:
+            _set_parameter(model, other, model.get_parameter(first))
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, parameter)
+
+
+def _style(module: nn.Module, split: Split) -> ParallelStyle | None:
+    match split:
+        case Split.COLUMN:
+            return ColwiseParallel()
+        case Split.ROW:
+            return RowwiseParallel()
+        case Split.VOCABULARY if isinstance(module, nn.Embedding):
+            return RowwiseParallel(input_layouts=Replicate())
+        case Split.VOCABULARY:
+            # Logits stay split, for a cross-entropy under `loss_parallel` that never gathers them.
+            return ColwiseParallel(use_local_output=False)
+        case Split.REPLICATED:
+            return None
+
+
+def local_slices(parameter: Tensor, shape: Sequence[int]) -> tuple[slice, ...]:
+    """Which part of a whole tensor of `shape` lives on this rank.
+
+    Args:
+        parameter: a DTensor, or a plain tensor that is whole on every rank.
+        shape: the whole tensor's shape.
+
+    Returns:
+        One slice for each dimension.
+    """
+    slices = [slice(0, length) for length in shape]
+    if isinstance(parameter, DTensor):
+        coordinate = parameter.device_mesh.get_coordinate()
+        assert coordinate is not None, "this rank is not part of the parameter's mesh"
+        for mesh_dim, placement in enumerate(parameter.placements):
+            if placement.is_shard():
+                dim: int = placement.dim  # type: ignore[attr-defined]
+                start, stop = slices[dim].start, slices[dim].stop
+                low, high = shard_bounds(stop - start, parameter.device_mesh.size(mesh_dim), coordinate[mesh_dim])
+                slices[dim] = slice(start + low, start + high)
+    return tuple(slices)
+
+
+def materialize(model: nn.Module, read: ReadSlice, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Give every parameter of a model on the meta device its value, in place.
+
+    Peak memory is the parameters on this rank and the one slice that is being read. Tied parameters are read once and
+    stay tied. Call it before data parallelism is applied, on every rank.
+
+    Args:
+        model: its parameters are on the meta device, split or not.
+        read: called once for each parameter with the slices that live here.
+        device: where the values go.
+        dtype: what they are converted to.
+    """
+    done: dict[nn.Parameter, nn.Parameter] = {}
+    for name, meta in list(model.named_parameters(remove_duplicate=False)):
+        if meta not in done:
+            local = read(name, local_slices(meta, meta.shape)).to(device, dtype)
+            if isinstance(meta, DTensor):
+                value: Tensor = DTensor.from_local(
+                    local, meta.device_mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride()
+                )
+            else:
+                value = local
+            done[meta] = nn.Parameter(value, requires_grad=meta.requires_grad)
+        _set_parameter(model, name, done[meta])
+
+
+def seeded_values(model: nn.Module, initialize: Callable[[str, Tensor, torch.Generator], None], seed: int) -> ReadSlice:
+    """A reader for `materialize` that makes up initial values from (seed, parameter name) alone.
+
+    Each parameter is drawn whole, from a generator of its own, and then cut: the same model at any dp, tp or order.
+
+    Args:
+        model: gives the shapes.
+        initialize: the model's `initialize_parameter`.
+        seed: the run's seed.
+    """
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        whole = torch.empty(shapes[name])
+        initialize(name, whole, generator)
+        return whole[slices].clone()
+
+    return read
