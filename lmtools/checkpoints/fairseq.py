@@ -46,7 +46,7 @@ class FairseqCheckpoint:
     config: TransformerLMConfig
     settings: Mapping[str, Any]
     parts: tuple[Mapping[str, LazyTensor], ...]
-    plan: Plan = TRANSFORMER_LM
+    plan: Plan
 
     @property
     def num_parts(self) -> int:
@@ -128,7 +128,7 @@ def open_fairseq(path: str | Path) -> FairseqCheckpoint:
     rows = sum(part[_EMBEDDING].shape[0] for part in parts if _EMBEDDING in part)
     config = transformer_lm_config(settings, rows, str(paths[0]))
     _require_shapes(paths, parts, config)
-    return FairseqCheckpoint(tuple(paths), config, settings, tuple(parts))
+    return FairseqCheckpoint(tuple(paths), config, settings, tuple(parts), TRANSFORMER_LM)
 
 
 def find_parts(path: str | Path) -> list[Path]:

@@ -59,16 +59,15 @@ class ScoreJournal:
             ConfigError: the journal is of another evaluation; names the first thing that differs.
         """
         with disk_errors(path):
-            stream = open(path, "r+b", buffering=0)  # noqa: SIM115 - closed by close()
-            header = _read_line(stream)
+            with open(path, "rb") as existing:
+                header, data = existing.readline(), existing.read()
             _require_same(path, header, identity)
-            data = stream.read()
             scores = np.frombuffer(data[: len(data) - len(data) % _SCORE.itemsize], dtype=_SCORE)
             ends = np.cumsum(windows[:, 2] - windows[:, 1])
             num_windows = int(np.searchsorted(ends, len(scores), side="right"))
             num_tokens = int(ends[num_windows - 1]) if num_windows else 0
-            stream.truncate(len(header) + num_tokens * _SCORE.itemsize)
-            stream.seek(0, os.SEEK_END)
+            os.truncate(path, len(header) + num_tokens * _SCORE.itemsize)
+            stream = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         return cls(path, stream), scores[:num_tokens].astype(np.float32), num_windows
 
     def append(self, scores: Scores) -> None:
@@ -85,12 +84,6 @@ def _write_all(stream: BinaryIO, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[stream.write(view) :]
-
-
-def _read_line(stream: BinaryIO) -> bytes:
-    line = stream.readline()
-    stream.seek(len(line))
-    return line
 
 
 def _require_same(path: Path, header: bytes, identity: Mapping[str, Any]) -> None:
