@@ -19,7 +19,8 @@ from torch import Tensor
 from lmtools.checkpoints.fairseq_config import model_settings, transformer_lm_config
 from lmtools.checkpoints.unpickle import LazyTensor, plain, read_torch_file
 from lmtools.errors import CheckpointError
-from lmtools.models.transformer_lm import TransformerLM, TransformerLMConfig
+from lmtools.models.architectures import TransformerLMConfig
+from lmtools.models.transformer_lm import TransformerLM
 from lmtools.parallel.plans import TRANSFORMER_LM, Plan, split_of
 
 PART_NAME = re.compile(r"(?P<stem>.+)-model_part-(?P<part>\d+)\.pt")

@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from lmtools.errors import CheckpointError
-from lmtools.models.transformer_lm import TransformerLMConfig
+from lmtools.models.architectures import TransformerLMConfig
 
 Settings = Mapping[str, Any]
 

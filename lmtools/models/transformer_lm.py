@@ -10,66 +10,15 @@ Parameter names are fairseq's without the leading `decoder.`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lmtools.models.architectures import ActivationName, TransformerLMConfig
+
 PAD_INDEX = 1
 """fairseq's `<pad>`. Positions are counted from PAD_INDEX + 1, so the first token of a window has position 2."""
-
-ActivationName = Literal["relu", "gelu", "gelu_accurate"]
-
-
-@dataclass(frozen=True)
-class TransformerLMConfig:
-    """The shape of a model; fields are named as fairseq's options.
-
-    Attributes:
-        vocab_size: rows of the embedding that the checkpoint holds, fairseq's `madeupword` padding included. They
-            all take part in the softmax.
-        decoder_layers: number of blocks.
-        decoder_embed_dim: width of the residual stream.
-        decoder_ffn_embed_dim: width of the feed-forward layer.
-        decoder_attention_heads: number of attention heads; must divide `decoder_embed_dim`.
-        max_target_positions: the longest window that the model was made for.
-        activation_fn: `relu`, `gelu` (by erf) or `gelu_accurate` (by tanh).
-        decoder_normalize_before: LayerNorm before each sublayer and once at the end (pre-norm), else after each.
-        no_decoder_final_norm: leave out the pre-norm model's last LayerNorm.
-        decoder_learned_pos: learned positions instead of sinusoidal ones.
-        no_token_positional_embeddings: no positions at all.
-        layernorm_embedding: a LayerNorm on the embedded input.
-        no_scale_embedding: do not multiply the embeddings by sqrt(embed_dim).
-        share_decoder_input_output_embed: the output projection is the embedding.
-        dropout: on the embedded input and on what each sublayer adds.
-        attention_dropout: on the attention weights.
-        activation_dropout: after the feed-forward's activation.
-    """
-
-    vocab_size: int
-    decoder_layers: int = 6
-    decoder_embed_dim: int = 512
-    decoder_ffn_embed_dim: int = 2048
-    decoder_attention_heads: int = 8
-    max_target_positions: int = 1024
-    activation_fn: ActivationName = "relu"
-    decoder_normalize_before: bool = False
-    no_decoder_final_norm: bool = False
-    decoder_learned_pos: bool = False
-    no_token_positional_embeddings: bool = False
-    layernorm_embedding: bool = False
-    no_scale_embedding: bool = False
-    share_decoder_input_output_embed: bool = False
-    dropout: float = 0.1
-    attention_dropout: float = 0.0
-    activation_dropout: float = 0.0
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.decoder_embed_dim // self.decoder_attention_heads
 
 
 def sinusoidal_positions(num_positions: int, embed_dim: int) -> Tensor:

@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmtools.models.architectures import ARCHITECTURES, transformer_lm, transformer_lm_megatron_11b
+from lmtools.models.architectures import ARCHITECTURES, TransformerLMConfig, transformer_lm, transformer_lm_megatron_11b
 from lmtools.models.transformer_lm import (
     PAD_INDEX,
     TransformerLM,
-    TransformerLMConfig,
     initialize_parameter,
     sinusoidal_positions,
 )
