@@ -142,7 +142,7 @@ def _safe_parts(archive: Path, name: str) -> list[str]:
         raise _refused(archive, name, "its name is absolute")
     if "\\" in name or any(ord(character) < 32 for character in name):
         raise _refused(archive, name, "a backslash or a control character in its name")
-    parts = [part for part in PurePosixPath(name).parts if part != "."]
+    parts = list(PurePosixPath(name).parts)  # without `.`
     if ".." in parts:
         raise _refused(archive, name, "its name leaves the folder")
     lengths = [len(part.encode("utf-8", "surrogateescape")) for part in parts]

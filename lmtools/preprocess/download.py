@@ -110,15 +110,14 @@ def from_mirror(artifacts: Sequence[Artifact], url: str) -> list[Artifact]:
         raise ConfigError(
             f"--url {url}: {num_files} files are wanted ({names}); give a folder that holds them, with / at its end"
         )
-    return [
-        replace(
-            artifact,
-            files=tuple(
-                replace(file, urls=(url + file.name if url.endswith("/") else url,)) for file in artifact.files
-            ),
-        )
-        for artifact in artifacts
-    ]
+    return [_from_mirror(artifact, url) for artifact in artifacts]
+
+
+def _from_mirror(artifact: Artifact, url: str) -> Artifact:
+    files = tuple(replace(file, urls=(url + file.name if url.endswith("/") else url,)) for file in artifact.files)
+    # Without a published hash the mirror may hold something smaller, which the disk has room for.
+    is_same = all(file.sha256 is not None for file in files)
+    return replace(artifact, files=files, unpacked_num_bytes=artifact.unpacked_num_bytes if is_same else 0)
 
 
 def _find(artifact: Artifact, dest: Path, report: Callable[[str], None]) -> Outcome | None:

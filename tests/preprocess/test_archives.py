@@ -10,6 +10,7 @@ import tarfile
 import warnings
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -246,6 +247,32 @@ def test_what_is_no_archive_is_one_line(yard: Path, name: str, content: bytes) -
         unpack_here(yard / name)
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_broken_compressed_stream_is_one_line(yard: Path, method: int) -> None:
+    with zipfile.ZipFile(yard / "text.zip", "w", method) as archive:
+        archive.writestr("text/a", os.urandom(3000).hex())
+    data = bytearray((yard / "text.zip").read_bytes())
+    data[60:2000] = b"\xff" * 1940
+    (yard / "text.zip").write_bytes(data)
+    with pytest.raises(DownloadError, match="broken archive"):
+        unpack_here(yard / "text.zip")
+
+
+def test_a_compression_that_nobody_knows_is_one_line(yard: Path) -> None:
+    data = bytearray(make_zip(yard / "text.zip", [("text/a", b"a")]).read_bytes())
+    data[8] = data[data.index(b"PK\x01\x02") + 10] = 77
+    (yard / "text.zip").write_bytes(data)
+    with pytest.raises(DownloadError, match="compression method is not supported"):
+        unpack_here(yard / "text.zip")
+
+
+def test_a_name_that_is_not_the_utf_8_it_claims_is_one_line(yard: Path) -> None:
+    path = make_zip(yard / "text.zip", [("text/é", b"a")])
+    path.write_bytes(path.read_bytes().replace("é".encode(), b"\xff\xfe"))
+    with pytest.raises(DownloadError, match="broken archive"):
+        unpack_here(path)
+
+
 @pytest.mark.parametrize("kind", ["zip", "tar"])
 def test_every_truncation_is_noticed(tmp_path: Path, kind: str) -> None:
     """A tar may end anywhere between two members and look whole; the checksum of gzip says that it is not."""
@@ -271,10 +298,8 @@ def test_a_damaged_archive_never_ends_in_anything_but_an_error_or_files_inside(
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, min(len(content), 2000) - 1))] = data.draw(st.integers(0, 255))
     archive.write_bytes(content if kind == "zip" else gzip.compress(content))
-    try:
+    with suppress(LmtoolsError):
         unpack_here(archive)
-    except LmtoolsError as error:
-        assert "\n" not in str(error)
     assert all_files(yard.parent) == sorted(
         [f"yard/{archive.name}"] + [f"yard/into/{name}" for name in all_files(yard / "into")]
     )

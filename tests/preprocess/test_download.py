@@ -277,6 +277,27 @@ def test_two_at_once_fetch_it_once(server: FileServer, tmp_path: Path) -> None:
     assert listing(tmp_path) == UNPACKED
 
 
+def test_a_lock_that_was_waited_for_is_the_one_that_newcomers_meet(tmp_path: Path) -> None:
+    """The first owner removes the file; who waited for that one must not believe to hold the next."""
+    path = tmp_path / ".lock"
+    waiting, done = threading.Event(), threading.Event()
+    met: list[bool] = []
+
+    def second() -> None:
+        with module._one_at_a_time(path, lambda line: waiting.set()):
+            met.append(path.exists())
+        done.set()
+
+    with module._one_at_a_time(path, print):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert waiting.wait(10)
+        assert not done.is_set()
+    thread.join(10)
+    assert met == [True]
+    assert not path.exists()
+
+
 def test_a_killed_download_is_gone_on_with(server: FileServer, tmp_path: Path) -> None:
     release = threading.Event()
     url = server.serve("text", ZIP, hang(100, release=release), correct)

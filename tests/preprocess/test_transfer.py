@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -170,6 +171,14 @@ def test_a_weak_etag_is_no_validator_but_a_date_is(server: FileServer, download:
     assert server.asked("If-Range") == [None, date]
 
 
+def test_an_etag_that_no_header_may_carry_is_left_out(server: FileServer, download: Download) -> None:
+    odd = with_headers(ETag='"café"')
+    download(server.serve("text", CONTENT, drop(1000, odd), correct))
+    assert server.asked("Range") == [None, "bytes=1000-"]
+    assert server.asked("If-Range") == [None, None]
+    assert download.target.read_bytes() == CONTENT
+
+
 def test_a_part_of_another_address_is_not_gone_on_with(server: FileServer, download: Download) -> None:
     url = server.serve("text", CONTENT)
     download.left_over(1000, of=OTHER, url=server.url("elsewhere"), etag=etag(OTHER))
@@ -220,8 +229,8 @@ def test_a_part_of_the_known_size_and_hash_needs_no_request(server: FileServer, 
 
 def test_a_part_longer_than_the_file_is_started_over(server: FileServer, download: Download) -> None:
     url = server.serve("text", CONTENT)
-    download.left_over(len(CONTENT) + 5, of=CONTENT + b"12345", url=url)
-    download(url)
+    download.left_over(len(CONTENT) + 5, of=CONTENT + b"12345", url=url, etag=etag(CONTENT))
+    download(url, sha256=None)
     assert server.asked("Range") == [f"bytes={len(CONTENT) + 5}-", None]
     assert download.target.read_bytes() == CONTENT
 
@@ -367,8 +376,11 @@ def test_an_encoding_that_was_not_asked_for_is_refused(server: FileServer, downl
         download(server.serve("text", CONTENT, with_headers(Content_Encoding="br")))
 
 
-def test_a_gz_file_that_a_server_calls_an_encoding_arrives_as_it_is(server: FileServer, download: Download) -> None:
-    url = server.serve("text.gz", CONTENT, with_headers(Content_Encoding="x-gzip"))
+@pytest.mark.parametrize("encoding", ["gzip", "x-gzip"])
+def test_a_gz_file_that_a_server_calls_an_encoding_arrives_as_it_is(
+    server: FileServer, download: Download, encoding: str
+) -> None:
+    url = server.serve("text.gz", CONTENT, with_headers(Content_Encoding=encoding))
     file = RemoteFile("text.gz", (url,), sha256=SHA256)
     fetch(file, download.part, policy=IMPATIENT, bar=download.bar, report=download.reports.append)
     assert download.part.path.read_bytes() == CONTENT
@@ -381,6 +393,13 @@ def test_follows_redirects_but_not_in_circles(server: FileServer, download: Down
     circle = server.serve("circle", b"", status(302, {"Location": server.url("circle")}))
     with pytest.raises(DownloadError, match="redirects"):
         download(circle)
+
+
+def test_an_encrypted_address_may_not_lead_to_an_open_one() -> None:
+    """There anybody on the way could put in another file, and not every file has a published hash."""
+    answer = httpx.Response(200, request=httpx.Request("GET", "http://mirror/text"))
+    with pytest.raises(transfer._MirrorError, match="leads to http://mirror/text, which is not encrypted"):
+        transfer._refuse_bad_answer(answer, "https://mirror/text", RemoteFile("text", ()))
 
 
 def test_nobody_listening_is_a_passing_trouble(download: Download) -> None:

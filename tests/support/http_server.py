@@ -103,7 +103,7 @@ def chunked(handler: _Handler, content: bytes) -> None:
 
 def until_closed(handler: _Handler, content: bytes) -> None:
     """The whole file, its end marked by nothing but the end of the connection."""
-    handler.reply(200, content, {"Connection": "close"}, length=False)
+    handler.reply(200, content, {}, length=False)
 
 
 def serving(other: bytes, then: Answer = correct) -> Answer:
@@ -185,7 +185,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         if length and not headers.keys() & {"Content-Length", "Transfer-Encoding"}:
             self.send_header("Content-Length", str(len(body)))
-        for name, value in headers.items():
+        for name, value in {"Connection": "close", **headers}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body[: self.body_limit])
