@@ -1,0 +1,284 @@
+r"""The one parallel engine of the text stages: byte ranges -> parts -> one output, in order.
+
+    with scratch_folder(output) as scratch, plain_file(input, scratch) as plain:
+        ranges = cut_at_newlines(plain, 1 << 20)
+        parts = run_ordered(task, ranges, workers=2)          # each worker reads its range and writes its part
+        with atomic_write(output) as stream:
+            for part in parts:
+                join_parts([part], stream)                    # the kernel copies; this process moves no text
+
+Text is cut at the byte `\n` alone, never at `\\r`, U+2028 or U+0085, and a task sees nothing but its own range: the
+output does not depend on the number of workers, and the same tasks run on any `concurrent.futures` executor.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from lmtools.errors import WorkerError
+from lmtools.files import COMPRESSED_SUFFIXES, STDIO, disk_errors, open_binary
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ByteRange:
+    """Whole lines of a plain file: the bytes from `start` up to `end`.
+
+    Attributes:
+        path: the file to read.
+        start: offset of the first byte; a line begins there.
+        end: offset after the last byte; a line ends there, or the file.
+        source: the name for messages: what the user gave, where `path` is its decompressed copy.
+    """
+
+    path: Path
+    start: int
+    end: int
+    source: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the range."""
+        return self.end - self.start
+
+    def first_line_number(self) -> int:
+        """Number, from 1, of the range's first line in the file: reads all that lies before it (for error messages)."""
+        return 1 + sum(chunk.count(b"\n") for chunk in _chunks(self.path, 0, self.start))
+
+
+def cut_at_newlines(path: Path, range_bytes: int, *, source: str = "") -> list[ByteRange]:
+    """Cut a file into ranges of whole lines, reading only around the cuts.
+
+    Args:
+        path: a plain file.
+        range_bytes: size of a range, at least; a line that is longer stays in one piece.
+        source: name for messages, if not the path.
+
+    Returns:
+        Ranges that cover the file in order; none for an empty file.
+    """
+    size = path.stat().st_size
+    cuts = [0]
+    with open(path, "rb", buffering=0) as stream:
+        while cuts[-1] + range_bytes < size:
+            cuts.append(_end_of_line(stream.fileno(), cuts[-1] + range_bytes - 1))
+    if cuts[-1] < size:
+        cuts.append(size)
+    return [ByteRange(path, start, end, source or str(path)) for start, end in itertools.pairwise(cuts)]
+
+
+def _end_of_line(descriptor: int, offset: int) -> int:
+    """The offset after the first newline at or after `offset`, or the file's size."""
+    while chunk := os.pread(descriptor, 1 << 14, offset):
+        index = chunk.find(b"\n")
+        if index >= 0:
+            return offset + index + 1
+        offset += len(chunk)
+    return offset
+
+
+def read_lines(byte_range: ByteRange) -> Iterator[bytes]:
+    r"""The lines of a range, each with its `\n` (the file's last line may have none)."""
+    with open(byte_range.path, "rb", buffering=_READ_BYTES) as stream:
+        stream.seek(byte_range.start)
+        remaining = byte_range.num_bytes
+        while remaining > 0:
+            line = stream.readline()
+            if not line:
+                return
+            remaining -= len(line)
+            yield line
+
+
+def _chunks(path: Path, start: int, end: int) -> Iterator[bytes]:
+    with open(path, "rb", buffering=0) as stream:
+        stream.seek(start)
+        while start < end and (chunk := stream.read(min(_READ_BYTES, end - start))):
+            start += len(chunk)
+            yield chunk
+
+
+@contextmanager
+def scratch_folder(output: str | Path) -> Iterator[Path]:
+    """A hidden folder beside `output` (on the same disk) for parts; removed however the block ends.
+
+    Raises:
+        LmtoolsError: the output's folder does not exist or may not be written.
+    """
+    beside = None if str(output) == STDIO else Path(output).parent
+    with disk_errors(output):
+        folder = Path(tempfile.mkdtemp(prefix=f".{Path(output).name}.", suffix=".tmp", dir=beside))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def plain_file(path: str | Path, scratch: Path) -> Iterator[Path]:
+    """A regular, uncompressed file with the content of `path`, which workers can read at any offset.
+
+    Yields:
+        The file itself when it is one, else a decompressed copy in `scratch` (of standard input, a pipe, or a
+        `.gz`, `.bz2`, `.xz` or `.zst` file), which goes when the block ends.
+
+    Raises:
+        DataError: the input cannot be opened or is broken.
+        LmtoolsError: the copy does not fit on the disk.
+    """
+    with open_binary(path) as source:
+        if str(path) != STDIO and Path(path).is_file() and Path(path).suffix not in COMPRESSED_SUFFIXES:
+            yield Path(path)
+            return
+        descriptor, name = tempfile.mkstemp(prefix="plain.", dir=scratch)
+        copy = Path(name)
+        try:
+            with disk_errors(copy), os.fdopen(descriptor, "wb") as target:
+                shutil.copyfileobj(source, target, _READ_BYTES)
+            yield copy
+        finally:
+            copy.unlink(missing_ok=True)
+
+
+def available_cores() -> int:
+    """How many cores this process may use: more workers than that only get in each other's way."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def worker_pool(workers: int, *, preload: Sequence[str] = ()) -> Iterator[Executor]:
+    """Worker processes that never outlive this block, whatever ends it; one worker is this process itself.
+
+    Workers are forked from a server that is started afresh and has no threads, so that a progress bar's
+    thread here is no danger; what they need is imported once, in the server.
+
+    Args:
+        workers: number of processes, at most; they start when there is work for them.
+        preload: names of the modules that the tasks need.
+
+    Yields:
+        An executor. Leaving the block normally waits for its tasks; an exception (Ctrl-C too) ends them at once.
+    """
+    if workers == 1:
+        yield _InProcess()
+        return
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", *preload])
+    lifeline, our_end = context.Pipe(duplex=False)
+    executor = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(lifeline,))
+    try:
+        yield executor
+    except BaseException:
+        our_end.close()
+        raise
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+        our_end.close()
+        lifeline.close()
+
+
+def _begin_worker(lifeline: Connection) -> None:
+    """In a worker: leave Ctrl-C to the parent, and end when the parent lets go of its end of the pipe, or is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def wait_for_parent() -> None:
+        lifeline.poll(None)
+        os._exit(1)
+
+    threading.Thread(target=wait_for_parent, daemon=True).start()
+
+
+class _InProcess(Executor):
+    """An executor that does the work at once, in this process."""
+
+    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
+        future: Future[Result] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def run_ordered(
+    task: Callable[[Item], Result], items: Iterable[Item], *, workers: int, executor: Executor | None = None
+) -> Iterator[Result]:
+    """Run a task over items in worker processes; results come in the order of the items.
+
+    Args:
+        task: a function that pickle can name (defined at a module's top level).
+        items: what to run it on; taken one by one, so that only a few are under way at a time.
+        workers: how many tasks run at a time.
+        executor: where to run them, if not in worker processes of this call's own.
+
+    Raises:
+        WorkerError: a worker was killed.
+        Exception: what a task raised: the first in the order of the items. What was not begun is cancelled.
+    """
+    if executor is None:
+        with worker_pool(workers, preload=[task.__module__]) as own:
+            yield from run_ordered(task, items, workers=workers, executor=own)
+        return
+    under_way: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            under_way.append(executor.submit(task, item))
+            if len(under_way) > 2 * workers:
+                yield _result(under_way.popleft())
+        while under_way:
+            yield _result(under_way.popleft())
+    finally:
+        for future in under_way:
+            future.cancel()
+
+
+def _result(future: Future[Result]) -> Result:
+    try:
+        return future.result()
+    except BrokenExecutor as error:
+        raise WorkerError(
+            "a worker process was killed, perhaps for lack of memory; run again with fewer --workers"
+        ) from error
+
+
+def join_parts(parts: Iterable[Path], output: BinaryIO) -> None:
+    """Append part files to a stream in order, copied by the kernel where it can; each part is deleted once copied."""
+    output.flush()
+    for part in parts:
+        with open(part, "rb", buffering=0) as source:
+            _append(source.fileno(), output, os.fstat(source.fileno()).st_size)
+        part.unlink()
+
+
+def _append(source: int, output: BinaryIO, num_bytes: int) -> None:
+    copied = 0
+    try:
+        while copied < num_bytes:
+            # From file to file and from file to pipe; on Linux only.
+            sent = os.sendfile(output.fileno(), source, copied, num_bytes - copied)
+            if sent == 0:
+                break
+            copied += sent
+    except (AttributeError, OSError) as error:  # io.UnsupportedOperation, for a stream in memory, is an OSError
+        if getattr(error, "errno", None) not in (None, errno.EINVAL, errno.ENOSYS, errno.ENOTSOCK, errno.ENOTSUP):
+            raise
+    while chunk := os.pread(source, _READ_BYTES, copied):
+        output.write(chunk)
+        copied += len(chunk)
