@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-
 import multiprocessing
 import os
 import shutil
