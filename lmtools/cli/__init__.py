@@ -14,6 +14,7 @@ import typer
 
 from lmtools import __version__
 from lmtools.cli.download import download
+from lmtools.cli.renorm_ppl import renorm_ppl
 from lmtools.errors import LmtoolsError, WorkerError
 from lmtools.parallel.launch import prefix_of_rank, worker
 
@@ -43,6 +44,8 @@ def _options(
 
 
 app.command("download")(download)
+app.command("renorm-ppl")(renorm_ppl)
+app.command("renormalize-ppl", hidden=True)(renorm_ppl)
 
 
 def main() -> NoReturn:
