@@ -78,7 +78,7 @@ def make_batch(stream: Tokens, windows: Offsets, *, eos_index: int, bos_index: i
     )
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: under it a split cross-entropy is not taken apart for `loss_parallel`
 def score_batch(model: TransformerLM, batch: Batch, device: torch.device) -> Tensor:
     """Natural-log probability of each scored token. Every rank of the model's tp mesh must call it.
 

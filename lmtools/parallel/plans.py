@@ -9,7 +9,7 @@ contiguously mixes heads), and the bias of a row-split layer is whole on every r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
 
@@ -35,6 +35,9 @@ class Split(Enum):
 Plan = Mapping[str, Split]
 """Parameter-name pattern (as in fnmatch, case-sensitive) to split."""
 
+ModulePatterns = Sequence[str]
+"""Module-name patterns, as in fnmatch."""
+
 
 TRANSFORMER_LM: Plan = {
     "embed_tokens.weight": Split.VOCABULARY,
@@ -52,6 +55,9 @@ TRANSFORMER_LM: Plan = {
     "output_projection.weight": Split.VOCABULARY,
 }
 """`lmtools.models.transformer_lm.TransformerLM`."""
+
+TRANSFORMER_LM_SPLIT_DROPOUT: ModulePatterns = ("layers.*.self_attn", "layers.*.activation_dropout")
+"""Modules that drop elements of activations of which each tp rank holds its own part."""
 
 
 def split_of(name: str, plan: Plan) -> Split:

@@ -1,0 +1,235 @@
+"""What a training run is asked to do: one flat record, its fields named as fairseq's options.
+
+Values come from four places, each over the one before: the defaults here, the preset that `arch` names, a TOML file
+(`--config`), the flags. The resolved record is in every checkpoint and in the run's `config.toml`.
+
+No torch here: the command line reads the fields to make its options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from lmtools.errors import ConfigError
+from lmtools.models.architectures import ARCHITECTURES, TransformerLMConfig
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def option(default: Any, help_text: str) -> Any:
+    """A field with the text that `lmtools train --help` shows for it."""
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run. The model's own fields are in `TransformerLMConfig`."""
+
+    # What and where
+    data: str = option("", "Folder that `lmtools binarize` made; several with colons are taken an epoch each.")
+    arch: str = option("transformer_lm", "Preset that the model's fields start from.")
+    task: Literal["language_modeling"] = option("language_modeling", "What is learned.")
+    criterion: Literal["cross_entropy", "vocab_parallel_cross_entropy"] = option(
+        "cross_entropy", "Both are the same loss here; over several --mp ranks the logits are never gathered."
+    )
+    save_dir: str = option("checkpoints", "Folder for checkpoints, metrics.jsonl and config.toml.")
+    seed: int = option(1, "All randomness comes from it.")
+
+    # Data
+    train_subset: str = option("train", "Split to learn from.")
+    valid_subset: str = option("valid", "Split to validate on, or several with commas.")
+    tokens_per_sample: int = option(1024, "Tokens of a block.")
+    sample_break_mode: Literal["none", "complete", "eos"] = option("none", "Where blocks may begin and end.")
+    batch_size: int | None = option(None, "Blocks in a batch of one replica.")
+    max_tokens: int | None = option(None, "Tokens in a batch of one replica, at most.")
+    batch_size_valid: int | None = option(None, "Blocks in a validation batch; as --batch-size if not given.")
+    num_workers: int = option(1, "Background threads that prepare batches; 0 prepares them in the loop.")
+
+    # Parallelism
+    mp: int = option(1, "Tensor-parallel ranks that one model is split over.")
+    dp: int = option(1, "Replicas, each on other batches.")
+    zero: Literal[0, 2, 3] = option(0, "0 keeps replicas whole; 2 splits gradients and optimizer state, 3 weights too.")
+    sequence_parallel: bool = option(False, "Split what lies between the tensor-parallel layers over the sequence.")
+    checkpoint_activations: bool = option(False, "Keep only each block's input and compute the rest again.")
+    compile: bool = option(False, "Compile each block with torch.compile.")
+    device: str | None = option(None, "cpu or cuda; cuda where there is one, if not given.")
+
+    # Precision
+    fp16: bool = option(False, "Compute in float16 with dynamic loss scaling and float32 master weights.")
+    bf16: bool = option(False, "Compute in bfloat16 with float32 master weights.")
+    memory_efficient_fp16: bool = option(False, "As --fp16 without master weights.")
+    memory_efficient_bf16: bool = option(False, "As --bf16 without master weights.")
+    fp16_init_scale: int = option(2**7, "First loss scale.")
+    fp16_scale_window: int | None = option(None, "Updates without overflow before the scale doubles.")
+    fp16_scale_tolerance: float = option(0.0, "Share of updates that may overflow before the scale halves.")
+    min_loss_scale: float = option(1e-4, "Below this the run stops.")
+    threshold_loss_scale: float | None = option(None, "The scale is not lowered below this.")
+
+    # Optimizer
+    optimizer: Literal["adam", "sgd", "adafactor"] = option("adam", "Optimizer.")
+    lr: float = option(0.25, "Peak learning rate.")
+    adam_betas: tuple[float, float] = option((0.9, 0.999), "Adam's decay rates, as 0.9,0.98 or '(0.9, 0.98)'.")
+    adam_eps: float = option(1e-8, "Adam's epsilon, added to the uncorrected root.")
+    weight_decay: float = option(0.0, "Decoupled weight decay.")
+    momentum: float = option(0.0, "SGD's momentum.")
+    clip_norm: float = option(0.0, "Largest global gradient norm; 0 does not clip.")
+    update_freq: int = option(1, "Batches of one replica in an update.")
+
+    # Schedule
+    lr_scheduler: Literal["inverse_sqrt", "cosine", "polynomial_decay", "fixed"] = option("fixed", "Schedule.")
+    warmup_updates: int = option(0, "Updates in which the rate rises to --lr.")
+    warmup_init_lr: float = option(-1.0, "Rate at the start of the warm-up; -1 is the schedule's own default.")
+    min_lr: float = option(0.0, "Lowest rate of the cosine schedule.")
+    lr_period_updates: float = option(-1.0, "Updates in the cosine's first period; -1 is all after the warm-up.")
+    t_mult: float = option(1.0, "Factor by which the cosine's periods grow.")
+    lr_shrink: float = option(0.1, "Factor by which rates shrink: a period of the cosine, an epoch of fixed.")
+    force_anneal: int | None = option(None, "Epoch from which the fixed or polynomial rate shrinks.")
+    end_learning_rate: float = option(0.0, "Last rate of polynomial_decay.")
+    power: float = option(1.0, "Exponent of polynomial_decay.")
+    total_num_update: int | None = option(None, "Update at which polynomial_decay ends; --max-update if not given.")
+
+    # How long
+    max_update: int | None = option(None, "Stop after this many updates.")
+    max_epoch: int | None = option(None, "Stop after this many epochs.")
+    stop_time_hours: float | None = option(None, "Stop after this many hours of training, resumed ones included.")
+    patience: int | None = option(None, "Stop when validation has not improved this many times in a row.")
+
+    # Checkpoints and validation
+    validate_interval: int = option(1, "Validate every so many epochs.")
+    validate_interval_updates: int = option(0, "Validate every so many updates; 0 only between epochs.")
+    save_interval: int = option(1, "Save every so many epochs.")
+    save_interval_updates: int = option(0, "Save every so many updates; 0 only between epochs.")
+    keep_interval_updates: int | None = option(None, "Keep the last so many checkpoints of --save-interval-updates.")
+    keep_last_epochs: int | None = option(None, "Keep the last so many checkpoints of whole epochs.")
+    keep_best_checkpoints: int | None = option(None, "Keep the best so many checkpoints.")
+    no_save: bool = option(False, "Write no checkpoints.")
+    best_checkpoint_metric: Literal["loss", "ppl"] = option("loss", "What makes a checkpoint the best one.")
+    resume: Literal["auto", "never"] = option("auto", "auto goes on from checkpoint_last, if there is one.")
+    restore_file: str | None = option(None, "Checkpoint to start from, lmtools' or fairseq's.")
+    finetune_from: str | None = option(None, "Checkpoint whose weights to start from, with all else new.")
+    reset_optimizer: bool = option(False, "Do not load the optimizer's state.")
+    reset_lr_scheduler: bool = option(False, "Count the schedule's updates from 0.")
+    reset_dataloader: bool = option(False, "Start the data at the first epoch.")
+    reset_meters: bool = option(False, "Forget the best validation loss and the time spent.")
+
+    # Faults and reports
+    nan: Literal["stop", "skip"] = option("stop", "What a loss that is not finite does.")
+    restarts: int = option(0, "How often all workers are started again from the last checkpoint after a failure.")
+    log_interval: int = option(10, "Updates between log lines.")
+    log_format: Literal["rich", "json", "none"] = option("rich", "How progress is shown on stderr.")
+    tensorboard_logdir: str | None = option(None, "Folder for TensorBoard.")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A resolved configuration: the run, and the fields of its model that do not come from the data."""
+
+    train: TrainConfig
+    model: Mapping[str, Any]
+
+
+MODEL_FIELDS = {field.name: field for field in dataclasses.fields(TransformerLMConfig) if field.name != "vocab_size"}
+TRAIN_FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
+
+
+def resolve(file: Path | None, flags: Mapping[str, Any]) -> Run:
+    """Put a configuration together: defaults < preset < file < flags.
+
+    Args:
+        file: TOML with the fields of `TrainConfig` and `TransformerLMConfig` at its top level, or None.
+        flags: the fields that were given on the command line.
+
+    Raises:
+        ConfigError: an unknown field, with the nearest one; a value of the wrong type; fields that contradict each
+            other.
+    """
+    given = dict(_read_toml(file)) if file is not None else {}
+    given |= flags
+    for name in given:
+        if name not in TRAIN_FIELDS and name not in MODEL_FIELDS:
+            near = difflib.get_close_matches(name, [*TRAIN_FIELDS, *MODEL_FIELDS], n=1)
+            hint = f", did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{file}: unknown key {name!r}{hint}")
+    train = _validated(TrainConfig, {name: value for name, value in given.items() if name in TRAIN_FIELDS}, file)
+    if train.arch not in ARCHITECTURES:
+        near = difflib.get_close_matches(train.arch, ARCHITECTURES, n=1)
+        raise ConfigError(f"--arch {train.arch}: expected one of {', '.join(ARCHITECTURES)}{f'; did you mean {near[0]}?' if near else ''}")
+    overrides = {name: value for name, value in given.items() if name in MODEL_FIELDS}
+    overrides.setdefault("max_target_positions", train.tokens_per_sample)
+    preset = dataclasses.asdict(ARCHITECTURES[train.arch](vocab_size=1, **overrides))
+    model = dataclasses.asdict(_validated(TransformerLMConfig, preset, file))
+    del model["vocab_size"]
+    _require_sense(train, model)
+    return Run(train, model)
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not TOML: {error}") from error
+
+
+def _validated(record: type[Any], values: Mapping[str, Any], file: Path | None) -> Any:
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(record).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        where = f"{file} or --{name.replace('_', '-')}" if file else f"--{name.replace('_', '-')}"
+        raise ConfigError(f"{where}: {first['msg']}, found {first['input']!r}") from error
+
+
+def _require_sense(train: TrainConfig, model: Mapping[str, Any]) -> None:
+    if sum([train.fp16, train.bf16, train.memory_efficient_fp16, train.memory_efficient_bf16]) > 1:
+        raise ConfigError("--fp16, --bf16 and their memory-efficient forms: give one of them")
+    if train.batch_size is None and train.max_tokens is None:
+        raise ConfigError("--batch-size or --max-tokens: give at least one")
+    if train.max_update is None and train.max_epoch is None and train.stop_time_hours is None:
+        raise ConfigError("--max-update, --max-epoch or --stop-time-hours: give at least one, or the run never ends")
+    if train.restore_file and train.finetune_from:
+        raise ConfigError("--restore-file and --finetune-from: give one of them")
+    heads, embed_dim = model["decoder_attention_heads"], model["decoder_embed_dim"]
+    if embed_dim % heads:
+        raise ConfigError(f"--decoder-attention-heads {heads}: does not divide --decoder-embed-dim {embed_dim}")
+    if heads % train.mp:
+        sizes = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        raise ConfigError(f"--mp {train.mp}: does not divide the model's {heads} attention heads; use one of {sizes}")
+    if train.tokens_per_sample > model["max_target_positions"]:
+        raise ConfigError(
+            f"--tokens-per-sample {train.tokens_per_sample}: longer than --max-target-positions "
+            f"{model['max_target_positions']}"
+        )
+
+
+def to_toml(run: Run) -> str:
+    """The resolved configuration as a file that `--config` takes."""
+    lines = ["# A run of `lmtools train`; start it again with --config."]
+    values = {**dataclasses.asdict(run.train), **run.model}
+    lines += [f"{name} = {_toml_value(value)}" for name, value in values.items() if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    import json
+
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML basic string
+    return repr(value)
