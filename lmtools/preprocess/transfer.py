@@ -235,9 +235,15 @@ def _accept_rest(response: httpx.Response, part: PartFile, num_bytes: int, origi
     first, total = _content_range(response)
     if not num_bytes:
         raise _MirrorError("sends a part of the file although the whole of it was asked for")
-    if first != num_bytes or (origin.total is not None and total is not None and total != origin.total):
+    if first != num_bytes:
         part.discard()
         raise _TransientError(f"asked for the bytes from {num_bytes:,} on, got another range")
+    # Not every server that knows Range knows If-Range.
+    now = _origin_of(response, origin.url)
+    pairs = ((now.etag, origin.etag), (now.last_modified, origin.last_modified), (total, origin.total))
+    if any(None not in pair and pair[0] != pair[1] for pair in pairs):
+        part.discard()
+        raise _TransientError("the file has changed since its first bytes came; starting over")
 
 
 def _receive(

@@ -163,6 +163,7 @@ def test_counts_that_nobody_knows_are_asked_for(run: Run, write: Write) -> None:
         (RESULT | {"loss_base2": True}, "loss_base2 is True"),
         (RESULT | {"loss_base2": 10**400}, "expected a plain number"),
         (RESULT | {"tokens_scored": 1.5}, "tokens_scored is 1.5"),
+        (RESULT | {"tokens_scored": True}, "tokens_scored is True"),
         (RESULT | {"original": [1]}, "expected an object"),
         (RESULT | {"original": ORIGINAL | {"tokens": "many"}}, "tokens is 'many'"),
         (RESULT | {"original": ORIGINAL | {"tokens": 0}}, "0 original tokens"),

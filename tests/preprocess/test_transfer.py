@@ -30,6 +30,7 @@ from tests.support.http_server import (
     drop,
     etag,
     hang,
+    ignoring_if_range,
     ignoring_range,
     serving,
     status,
@@ -149,6 +150,23 @@ def test_a_file_that_changed_between_attempts_is_started_over(server: FileServer
     assert download.target.read_bytes() == CONTENT
 
 
+def test_a_change_is_noticed_on_a_server_that_ignores_the_condition_too(server: FileServer, download: Download) -> None:
+    download(server.serve("text", CONTENT, drop(1000, serving(OTHER)), ignoring_if_range, correct), sha256=None)
+    assert "has changed" in download.reports[-1]
+    assert server.asked("Range") == [None, "bytes=1000-", None]
+    assert download.target.read_bytes() == CONTENT
+
+
+def test_a_change_is_noticed_by_the_size_alone(server: FileServer, download: Download) -> None:
+    silent = with_validators(tag=None)
+    url = server.serve("text", CONTENT, silent)
+    download.left_over(1000, of=OTHER, url=url, total=len(CONTENT) + 1)
+    download(url)
+    assert "has changed" in download.reports[0]
+    assert server.asked("Range") == ["bytes=1000-", None]
+    assert download.target.read_bytes() == CONTENT
+
+
 def test_two_versions_glued_together_are_noticed_and_fetched_again(server: FileServer, download: Download) -> None:
     silent = with_validators(tag=None)
     download(server.serve("text", CONTENT, drop(1000, serving(OTHER, silent)), silent))
@@ -173,7 +191,7 @@ def test_a_weak_etag_is_no_validator_but_a_date_is(server: FileServer, download:
 
 def test_an_etag_that_no_header_may_carry_is_left_out(server: FileServer, download: Download) -> None:
     odd = with_headers(ETag='"café"')
-    download(server.serve("text", CONTENT, drop(1000, odd), correct))
+    download(server.serve("text", CONTENT, drop(1000, odd), with_validators(tag=None)))
     assert server.asked("Range") == [None, "bytes=1000-"]
     assert server.asked("If-Range") == [None, None]
     assert download.target.read_bytes() == CONTENT

@@ -26,7 +26,14 @@ def etag(content: bytes) -> str:
     return f'"{hashlib.md5(content).hexdigest()}"'  # noqa: S324
 
 
-def correct(handler: _Handler, content: bytes, *, tag: str | None = "strong", modified: str | None = None) -> None:
+def correct(
+    handler: _Handler,
+    content: bytes,
+    *,
+    tag: str | None = "strong",
+    modified: str | None = None,
+    heeds_if_range: bool = True,
+) -> None:
     """What a good server answers."""
     headers = {"Accept-Ranges": "bytes"}
     if tag is not None:
@@ -35,7 +42,7 @@ def correct(handler: _Handler, content: bytes, *, tag: str | None = "strong", mo
         headers["Last-Modified"] = modified
     start = 0
     wanted = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", ""))
-    condition = handler.headers.get("If-Range")
+    condition = handler.headers.get("If-Range") if heeds_if_range else None
     if wanted and condition in (None, headers.get("ETag"), modified):
         start = int(wanted[1])
         if start >= len(content):
@@ -48,6 +55,11 @@ def correct(handler: _Handler, content: bytes, *, tag: str | None = "strong", mo
 def with_validators(*, tag: str | None, modified: str | None = None) -> Answer:
     """A good answer with an ETag (`strong`, `weak` or None) and a Last-Modified of your choice."""
     return lambda handler, content: correct(handler, content, tag=tag, modified=modified)
+
+
+def ignoring_if_range(handler: _Handler, content: bytes) -> None:
+    """The range that was asked for, whatever the condition."""
+    correct(handler, content, heeds_if_range=False)
 
 
 def ignoring_range(handler: _Handler, content: bytes) -> None:
