@@ -278,7 +278,7 @@ def test_every_truncation_is_noticed(tmp_path: Path, kind: str) -> None:
     """A tar may end anywhere between two members and look whole; the checksum of gzip says that it is not."""
     archive = make(tmp_path, kind, [(f"text/{number}", os.urandom(400)) for number in range(3)])
     whole = archive.read_bytes()
-    for length in [*range(0, len(whole), 37), len(whole) - 1]:
+    for length in {*range(0, len(whole), 37), len(whole) - 1}:
         archive.write_bytes(whole[:length])
         into = tmp_path / f"{length}" / "into"
         into.mkdir(parents=True)
