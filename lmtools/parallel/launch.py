@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from lmtools.errors import ConfigError
 from lmtools.files import atomic_write_text
@@ -125,23 +125,38 @@ def run_workers(
 
 @contextmanager
 def worker() -> Iterator[None]:
-    """Around all that a process does: what a worker owes the launcher. In any other process it does nothing.
+    """Around all that a process does: what a worker owes its launcher. In any other process it does nothing.
 
-    An exception is reported to the launcher, which prints it, and the process ends at once: its process group is not
-    taken down in order, since that can wait for peers that wait for this rank. It also ends when the launcher is gone.
+    A worker ends with the block. If `run_workers` started it, it reports an exception there instead of raising it, and
+    it does not outlive its launcher.
     """
-    launcher_pid = os.environ.get(_LAUNCHER_PID)
-    if launcher_pid is None or not is_worker():
+    if not is_worker():
         yield
         return
-    threading.Thread(target=_end_with, args=(int(launcher_pid),), daemon=True).start()
+    launcher_pid = os.environ.get(_LAUNCHER_PID)
+    if launcher_pid is not None:
+        threading.Thread(target=_end_with, args=(int(launcher_pid),), daemon=True).start()
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - the launcher shows it, with its traceback
+        _leave(0)
+    except SystemExit as end:
+        _leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+    except Exception as error:
+        if launcher_pid is None:
+            raise
         atomic_write_text(os.environ[_ERROR_FILE], json.dumps(report(error)))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        _leave(1)
+
+
+def _leave(exit_code: int) -> NoReturn:
+    """End without taking the interpreter and the process group down in order.
+
+    After a failure that can wait for peers, which wait for this rank. After success, a thread of gloo may be about to
+    release a tensor, for which it needs the interpreter: it would abort the process if that is shutting down.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def _end_with(launcher_pid: int) -> None:

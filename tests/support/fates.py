@@ -5,6 +5,7 @@ It goes through `lmtools.cli.main`, like every command. Ranks without a fate sle
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -40,6 +41,8 @@ def fates(num_workers: int, fates_of_ranks: list[str], save_on_stop: bool = Fals
             time.sleep(300)
         case "end":
             pass
+        case "end_and_abort_in_teardown":
+            atexit.register(os.abort)  # as threads of gloo do when they are unlucky
         case "error":
             raise DataError("wiki.test.bpe:7: not a number")
         case "bug":
