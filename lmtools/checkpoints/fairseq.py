@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lmtools.checkpoints.fairseq_config import model_settings, transformer_lm_config
-from lmtools.checkpoints.unpickle import LazyTensor, plain, read_torch_file
+from lmtools.checkpoints.unpickle import LazyTensor, plain, read_torch_file, verify_storage
 from lmtools.errors import CheckpointError
 from lmtools.models.architectures import TransformerLMConfig
 from lmtools.models.transformer_lm import TransformerLM
@@ -87,12 +87,14 @@ class FairseqCheckpoint:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
 
     def verify_part(self, part: int) -> None:
-        """Compare what must be equal, by value: replicated tensors with part 0's, tied weights with each other.
+        """Check a part's bytes, and what must be equal: replicated tensors with part 0's, tied weights with each other.
 
         Raises:
-            CheckpointError: a difference; names the tensor and both files.
+            CheckpointError: names what is damaged or different, and the files.
         """
         tensors = self.parts[part]
+        for tensor in tensors.values():
+            verify_storage(tensor.storage)
         for name, tensor in tensors.items():
             replicated = split_of(name, self.plan).dim is None
             if replicated and part > 0 and not _equal(tensor, self.parts[0][name]):

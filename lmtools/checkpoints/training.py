@@ -1,0 +1,268 @@
+"""Training state on disk: PyTorch's distributed checkpoint, complete or absent, and never code.
+
+    checkpoints/
+      checkpoint_3_1200/        after update 1200, in epoch 3
+        .metadata               which tensor lies where (torch.distributed.checkpoint)
+        __0_0.distcp, ...       tensors, a file for each rank that wrote
+        lmtools.json            configuration and progress; written last
+      checkpoint_last -> checkpoint_3_1200
+      checkpoint_best -> checkpoint_2_1000
+
+A checkpoint is written under a temporary name, by all ranks in the background, and renamed when every byte is on the
+disk. It holds whole tensors by name, so it loads on any mesh. torch reads `.metadata` with pickle: here it goes through
+an allow-list that constructs the handful of record types it is made of, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import IO, Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from lmtools.errors import CheckpointError, LmtoolsError
+from lmtools.files import atomic_write_text, fsync_directory
+from lmtools.parallel.mesh import Mesh
+
+RECORD_NAME = "lmtools.json"
+FORMAT = "lmtools-training"
+FORMAT_VERSION = 1
+
+_METADATA_TYPES = (
+    {
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    }
+    | {
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
+        ("collections", "OrderedDict"),
+    }
+    | {("torch", name) for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool")}
+)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads the index of a distributed checkpoint; constructs only the types that one consists of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _METADATA_TYPES:
+            raise CheckpointError(f"its .metadata names {module}.{name}, which no checkpoint of lmtools does")
+        return super().find_class(module, name)
+
+
+class _Reader(dcp.FileSystemReader):
+    """torch's reader, but for the one place where it would run what a pickle says."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as stream:
+            metadata = read_metadata(stream)
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def read_metadata(stream: IO[bytes]) -> Metadata:
+    """Read `.metadata`; every entry of it is a tensor, which torch reads without pickle's freedom.
+
+    Raises:
+        CheckpointError: it is broken, or is not what lmtools writes.
+    """
+    try:
+        metadata = _MetadataUnpickler(stream).load()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"its .metadata is broken ({type(error).__name__}: {error})") from error
+    entries = getattr(metadata, "state_dict_metadata", None)
+    if not isinstance(metadata, Metadata) or not isinstance(entries, dict):
+        raise CheckpointError("its .metadata is not the index of a checkpoint")
+    for name, entry in entries.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"its .metadata holds {name!r} as an object, expected tensors only")
+    return metadata
+
+
+class CheckpointWriter:
+    """Saves while training goes on; at most one save is under way."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        """Every rank must make one: the saves' collectives run in a group of their own, beside the training loop's."""
+        self._mesh = mesh
+        self._group = dist.new_group(backend="gloo") if mesh.world_size > 1 else None
+        self._pending: tuple[Path, Mapping[str, Any], Future[Any]] | None = None
+
+    def start(self, target: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+        """Begin to save; returns when the tensors are copied. Every rank must call it, after `finish`.
+
+        Args:
+            target: the checkpoint's folder.
+            tensors: this rank's share of every tensor, by name; DTensors where they are split.
+            record: JSON values: configuration and progress.
+        """
+        assert self._pending is None, "a save is under way"
+        temporary = _temporary(target)
+        if self._mesh.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        _barrier(self._mesh)
+        future = dcp.async_save(
+            dict(tensors),
+            storage_writer=dcp.FileSystemWriter(temporary, sync_files=True),
+            process_group=self._group,
+            no_dist=self._group is None,
+        )
+        assert isinstance(future, Future)
+        header = {"format": FORMAT, "format_version": FORMAT_VERSION}
+        self._pending = target, header | dict(record), future
+
+    def written(self) -> bool:
+        """Whether this rank has written its share of the save under way. `finish` will then not have to wait for it."""
+        return self._pending is not None and self._pending[2].done()
+
+    def finish(self) -> Path | None:
+        """Wait for the save under way, if there is one, and give it its name. Every rank must call it.
+
+        Returns:
+            The checkpoint that is complete now, or None when none was under way.
+
+        Raises:
+            CheckpointError: it could not be written; what was written of it is gone, earlier ones are untouched.
+        """
+        if self._pending is None:
+            return None
+        target, record, future = self._pending
+        self._pending = None
+        temporary = _temporary(target)
+        problem = ""
+        try:
+            future.result()
+            if self._mesh.rank == 0:
+                atomic_write_text(temporary / RECORD_NAME, json.dumps(record, indent=2) + "\n")
+        except (CheckpointException, LmtoolsError, OSError, RuntimeError) as error:
+            problem = _cause(error)
+        problems = _from_all_ranks(problem, self._mesh)
+        if any(problems):
+            if self._mesh.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(f"{target}: could not be written: {next(filter(None, problems))}")
+        if self._mesh.rank == 0:
+            if target.exists():  # the same update again, after a resume
+                shutil.rmtree(target)
+            temporary.rename(target)
+            fsync_directory(target.parent)
+        _barrier(self._mesh)
+        return target
+
+
+def _temporary(target: Path) -> Path:
+    return target.with_name(f".{target.name}.tmp")
+
+
+def point(link: Path, target: Path) -> None:
+    """Make `link` (checkpoint_last, checkpoint_best) name `target`, atomically. Rank 0 calls it."""
+    temporary = link.with_name(f".{link.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target.name)
+    os.replace(temporary, link)
+    fsync_directory(link.parent)
+
+
+def is_training_checkpoint(path: str | Path) -> bool:
+    """Whether a folder is (or links to) a complete training checkpoint."""
+    return (Path(path) / RECORD_NAME).is_file()
+
+
+def read_record(path: str | Path) -> dict[str, Any]:
+    """Configuration and progress of a checkpoint.
+
+    Raises:
+        CheckpointError: no complete training checkpoint is there.
+    """
+    location = Path(path) / RECORD_NAME
+    try:
+        record = json.loads(location.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: not a complete training checkpoint, it has no {RECORD_NAME}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{location}: not JSON: {error}") from error
+    if not isinstance(record, dict) or record.get("format") != FORMAT or record.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(f"{location}: expected {FORMAT} version {FORMAT_VERSION}")
+    return record
+
+
+def tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
+    """Names and whole shapes of a checkpoint's tensors, from its index alone."""
+    try:
+        with open(Path(path) / ".metadata", "rb") as stream:
+            entries = read_metadata(stream).state_dict_metadata
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return {name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def load_tensors(path: str | Path, tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
+    """Fill tensors from a checkpoint, whatever mesh wrote it. Every rank must call it.
+
+    Args:
+        path: the checkpoint's folder.
+        tensors: this rank's share of each tensor, by name, filled in place.
+        mesh: where we are.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape, or a file is broken.
+    """
+    saved = tensor_shapes(path)
+    for name, tensor in tensors.items():
+        if name not in saved:
+            raise CheckpointError(f"{path}: has no tensor {name}")
+        if saved[name] != tuple(tensor.shape):
+            raise CheckpointError(f"{path}: {name} has shape {saved[name]}, expected {tuple(tensor.shape)}")
+    try:
+        dcp.load(dict(tensors), storage_reader=_Reader(path), no_dist=mesh.world_size == 1)
+    except (CheckpointException, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path}: broken: {_cause(error)}") from error
+
+
+def _from_all_ranks(text: str, mesh: Mesh) -> list[str]:
+    if mesh.world_size == 1:
+        return [text]
+    texts: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(texts, text)
+    return [str(each) for each in texts]
+
+
+def _barrier(mesh: Mesh) -> None:
+    if mesh.world_size > 1:
+        dist.barrier()
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost reason, in one line."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split()) or type(error).__name__
