@@ -154,7 +154,7 @@ def is_unchanged(path: str | Path, *, tool: str, options: Mapping[str, Any], inp
         return False
     if dict(manifest.options) != json.loads(json.dumps(dict(options))):
         return False
-    if any(str(name) == STDIO or not Path(name).exists() for name in inputs):
+    if any(str(name) == STDIO or not Path(name).is_file() for name in inputs):  # a pipe is gone once it is read
         return False
     return list(manifest.inputs) == [FileRecord.of(name) for name in inputs] and _are_as_recorded(
         path, manifest.outputs

@@ -13,7 +13,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from lmtools import __version__
+from lmtools.cli.binarize import binarize
 from lmtools.cli.download import download
+from lmtools.cli.eval import evaluate
 from lmtools.cli.renorm_ppl import renorm_ppl
 from lmtools.errors import LmtoolsError, WorkerError
 from lmtools.parallel.launch import prefix_of_rank, worker
@@ -43,7 +45,9 @@ def _options(
     pass
 
 
+app.command("binarize")(binarize)
 app.command("download")(download)
+app.command("eval")(evaluate)
 app.command("renorm-ppl")(renorm_ppl)
 app.command("renormalize-ppl", hidden=True)(renorm_ppl)
 

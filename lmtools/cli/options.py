@@ -47,6 +47,10 @@ def progress_bar(description: str, *, total: int | None, unit: str = "bytes") ->
     Yields:
         A function to call with the number of units that were just finished.
     """
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+
     from rich.console import Console
     from rich.progress import (
         BarColumn,

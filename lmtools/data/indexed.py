@@ -16,29 +16,24 @@ everything is little-endian and nothing is padded:
     type  uint8  int8  int16  int32  int64  float64  uint16  uint32  uint64
 
 A dictionary of fewer than 65,500 types is written as uint16, a larger one as uint32; fairseq before 2021 wrote
-int32 instead of uint32 and knew no code above 8. Floats are not tokens and are refused here.
+int32 instead of uint32 and knew no code above 8. Floats are not tokens and are refused here. `indexed_writer.py`
+writes what this reads.
 
 Source: fairseq, `fairseq/data/indexed_dataset.py`, `MMapIndexedDataset`.
 """
 
 from __future__ import annotations
 
-import struct
-import tempfile
-from array import array
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lmtools.data.indexed_writer import HEADER, MAGIC, VERSION, bin_path, idx_path
 from lmtools.errors import DataError
-from lmtools.files import disk_errors, fsync_directory, fsync_file
 
-MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
-HEADER_BYTES = 26
+__all__ = ["IndexedDataset", "TokenArray", "bin_path", "idx_path"]
 
 TokenArray: TypeAlias = NDArray[np.integer[Any]]
 
@@ -53,23 +48,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     10: np.dtype("<u8"),
 }
 _FLOAT_CODES = (6, 7)
-_UINT16_TYPES = 65_500
 _CHUNK = 1 << 20
-
-
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type that tokens of a dictionary of this size are written as."""
-    return np.dtype("<u2") if vocab_size < _UINT16_TYPES else np.dtype("<u4")
-
-
-def bin_path(prefix: str | Path) -> Path:
-    """`PREFIX.bin`, also when the prefix has a dot of its own."""
-    return Path(f"{prefix}.bin")
-
-
-def idx_path(prefix: str | Path) -> Path:
-    """`PREFIX.idx`."""
-    return Path(f"{prefix}.idx")
 
 
 class IndexedDataset:
@@ -90,9 +69,9 @@ class IndexedDataset:
         """
         self.prefix = Path(prefix)
         self.dtype, num_sentences = _read_header(idx_path(prefix))
-        self.sizes: NDArray[np.int32] = _map(idx_path(prefix), np.dtype("<i4"), HEADER_BYTES, num_sentences)
+        self.sizes: NDArray[np.int32] = _map(idx_path(prefix), np.dtype("<i4"), HEADER.size, num_sentences)
         self._offsets: NDArray[np.int64] = _map(
-            idx_path(prefix), np.dtype("<i8"), HEADER_BYTES + self.sizes.nbytes, num_sentences
+            idx_path(prefix), np.dtype("<i8"), HEADER.size + self.sizes.nbytes, num_sentences
         )
         num_tokens = self._check_offsets()
         self._check_bin_size(num_tokens)
@@ -149,19 +128,19 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
     """The tokens' type and the number of sentences, once the file's size fits them."""
     size = _file_size(path)
     with open(path, "rb") as stream:
-        header = stream.read(HEADER_BYTES)
+        header = stream.read(HEADER.size)
     if header[: len(MAGIC)] != MAGIC:
         raise DataError(f"{path}: begins with {header[: len(MAGIC)]!r}, expected {MAGIC!r} (--dataset-impl mmap)")
-    if len(header) < HEADER_BYTES:
-        raise DataError(f"{path}: has {size} bytes, expected {HEADER_BYTES} or more; the file is cut short")
-    version, code, num_sentences = struct.unpack_from("<QBQ", header, len(MAGIC))
+    if len(header) < HEADER.size:
+        raise DataError(f"{path}: has {size} bytes, expected {HEADER.size} or more; the file is cut short")
+    _, version, code, num_sentences = HEADER.unpack(header)
     if version != VERSION:
         raise DataError(f"{path}: is of version {version}, expected {VERSION}")
     if code in _FLOAT_CODES:
         raise DataError(f"{path}: holds floating-point numbers (code {code}), expected integer tokens")
     if code not in _DTYPES:
         raise DataError(f"{path}: unknown type code {code}, expected one of {', '.join(map(str, _DTYPES))}")
-    expected = HEADER_BYTES + 12 * num_sentences
+    expected = HEADER.size + 12 * num_sentences
     if size != expected:
         raise DataError(
             f"{path}: has {size:,} bytes, expected {expected:,} for {num_sentences:,} sentences; "
@@ -180,65 +159,3 @@ def _map(path: Path, dtype: np.dtype[Any], offset: int, count: int) -> NDArray[A
     if count == 0:  # nothing can be mapped in an empty file
         return np.empty(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
-
-
-def write_index(stream: BinaryIO, sizes: NDArray[np.int32], dtype: np.dtype[Any]) -> None:
-    """Write an .idx, with offsets that stay right beyond 2 GiB.
-
-    Args:
-        stream: where to.
-        sizes: int32 `(num_sentences,)`, best mapped from a file: it is read in pieces, twice.
-        dtype: the tokens' type in the .bin.
-    """
-    code = next(code for code, known in _DTYPES.items() if known == dtype)
-    stream.write(MAGIC + struct.pack("<QBQ", VERSION, code, len(sizes)))
-    for start in range(0, len(sizes), _CHUNK):
-        stream.write(sizes[start : start + _CHUNK].astype("<i4").tobytes())
-    end = 0
-    for start in range(0, len(sizes), _CHUNK):
-        num_bytes = sizes[start : start + _CHUNK].astype("<i8") * dtype.itemsize
-        ends = end + np.cumsum(num_bytes)
-        stream.write((ends - num_bytes).astype("<i8").tobytes())
-        end = int(ends[-1])
-
-
-def write_dataset(prefix: str | Path, sentences: Iterable[Sequence[int] | TokenArray], *, vocab_size: int) -> None:
-    """Write a split sentence by sentence; 4 bytes a sentence are kept in memory.
-
-    Args:
-        prefix: path of the pair without its suffix.
-        sentences: token indices of each, the end-of-sentence included.
-        vocab_size: types of the dictionary, which decides how tokens are stored.
-
-    Raises:
-        LmtoolsError: the disk is full or the folder may not be written; what was there is as it was.
-    """
-    target = Path(prefix)
-    dtype = token_dtype(vocab_size)
-    sizes = array("i")
-    with (
-        disk_errors(bin_path(prefix)),
-        tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent) as folder,
-    ):
-        temporary = Path(folder) / "split"
-        with open(bin_path(temporary), "wb") as stream:
-            for sentence in sentences:
-                stream.write(np.asarray(sentence, dtype=dtype).tobytes())
-                sizes.append(len(sentence))
-        with open(idx_path(temporary), "wb") as stream:
-            write_index(stream, np.frombuffer(sizes, dtype=np.int32), dtype)
-        fsync_file(bin_path(temporary))
-        fsync_file(idx_path(temporary))
-        replace_dataset(temporary, prefix)
-
-
-def replace_dataset(source: str | Path, target: str | Path) -> None:
-    """Rename a finished pair over another one in the same file system.
-
-    The old index goes first and the new one comes last: whenever this is interrupted, an index that is there belongs
-    to the .bin beside it.
-    """
-    idx_path(target).unlink(missing_ok=True)
-    bin_path(source).replace(bin_path(target))
-    idx_path(source).replace(idx_path(target))
-    fsync_directory(Path(target).parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import struct
 from collections.abc import Callable, Iterator
@@ -13,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmtools.data.indexed import IndexedDataset, replace_dataset, token_dtype, write_dataset, write_index
+from lmtools.data.indexed import IndexedDataset
+from lmtools.data.indexed_writer import little_endian, replace_dataset, write_dataset, write_index
 from lmtools.errors import DataError, LmtoolsError
 
 SENTENCES = [[4, 5, 6, 2], [2], [7, 2]]
@@ -72,9 +74,11 @@ def test_golden_splits_are_read_and_written_back_byte_for_byte(golden: Path, tmp
 
 
 def test_tokens_take_two_bytes_below_65500_types(tmp_path: Path) -> None:
-    assert token_dtype(65_499) == np.uint16
-    assert token_dtype(65_500) == np.uint32
-    write_dataset(tmp_path / "large", [[70_000, 2]], vocab_size=70_001)
+    write_dataset(tmp_path / "small", [[65_498, 2]], vocab_size=65_499)
+    write_dataset(tmp_path / "large", [[70_000, 2]], vocab_size=65_500)
+    assert IndexedDataset(tmp_path / "small").dtype == np.uint16
+    assert IndexedDataset(tmp_path / "small").tokens.tolist() == [65_498, 2]
+    assert IndexedDataset(tmp_path / "large").dtype == np.uint32
     assert IndexedDataset(tmp_path / "large").tokens.tolist() == [70_000, 2]
 
 
@@ -100,11 +104,18 @@ def test_every_integer_type_that_fairseq_writes_is_read(tmp_path: Path, code: in
     assert dataset[1].tolist() == [2]
 
 
-def test_offsets_stay_right_beyond_2_gib() -> None:
+def test_offsets_stay_right_beyond_2_gib(tmp_path: Path) -> None:
     """fairseq wraps them around with numpy 2, where an int32 size makes an int32 sum."""
+    (tmp_path / "sizes").write_bytes(little_endian("i", [400_000_000] * 5))
     stream = io.BytesIO()
-    write_index(stream, np.full(5, 400_000_000, dtype=np.int32), np.dtype("<u4"))
+    write_index(stream, tmp_path / "sizes", "I")
     assert struct.unpack("<5q", stream.getvalue()[-40:]) == tuple(1_600_000_000 * index for index in range(5))
+
+
+def test_an_index_larger_than_what_is_read_at_a_time(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "long", ([2] for _ in range(300_000)), vocab_size=8)
+    dataset = IndexedDataset(tmp_path / "long")
+    assert len(dataset) == dataset.num_tokens == 300_000
 
 
 @given(st.lists(st.lists(st.integers(0, 65_535), max_size=5), max_size=20))
@@ -180,15 +191,16 @@ def test_an_interrupted_replacement_never_leaves_an_old_index_with_new_tokens(
 ) -> None:
     other = split.with_name("other")
     write_dataset(other, [[6, 6, 6, 2], [6], [6, 2]], vocab_size=8)
-    steps = iter([None, OSError("killed here")])
-    rename = Path.replace
+    rename = os.replace
+    calls = iter([rename])
 
-    def replace(source: Path, target: Path) -> Path:
-        if (failure := next(steps)) is not None:
-            raise failure
-        return rename(source, target)
+    def replace(source: Path, target: Path) -> None:
+        next(calls, fail)(source, target)
 
-    monkeypatch.setattr(Path, "replace", replace)
+    def fail(source: Path, target: Path) -> None:
+        raise OSError("killed here")
+
+    monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(OSError, match="killed here"):
         replace_dataset(other, split)
     assert bin_(split).exists()

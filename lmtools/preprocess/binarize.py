@@ -1,0 +1,309 @@
+"""Text to a folder of binarized splits, byte for byte as `fairseq-preprocess --only-source` writes it.
+
+    text -> ranges of lines -> counts of words -> dict.txt                  (unless a dictionary is given)
+    text -> ranges of lines -> parts of tokens -> SPLIT.bin and SPLIT.idx
+
+Everything is made in a hidden folder inside the target and moved into place at the very end, under a lock: a run that
+is killed leaves what was there before, and of two runs at once the later one wins as a whole. What reads or writes
+text is done by workers (`encode.py`); this process only says what is to be done.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from lmtools.artifacts import FileRecord, Manifest, is_unchanged, manifest_path, read_manifest, write_manifest
+from lmtools.data.indexed_writer import bin_path, idx_path, replace_dataset
+from lmtools.errors import ConfigError
+from lmtools.files import COMPRESSED_SUFFIXES, STDIO, disk_errors, fsync_directory, fsync_file
+from lmtools.preprocess import encode
+from lmtools.preprocess.encode import SplitCounts
+from lmtools.preprocess.lines import cut_at_newlines, plain_file, run_ordered, scratch_folder, worker_pool
+
+TOOL = "lmtools binarize"
+DICTIONARY = "dict.txt"
+
+_ENCODE_BYTES = 2 << 20
+_MIN_COUNT_BYTES = 1 << 20
+_MAX_COUNT_BYTES = 64 << 20
+
+T = TypeVar("T")
+
+
+class Run(Protocol):
+    """Runs jobs in the workers, and gives their results in order."""
+
+    def __call__(self, jobs: Sequence[Callable[[], T]]) -> Iterator[T]: ...
+
+
+@dataclass(frozen=True)
+class DictionaryRules:
+    """How a dictionary is built; see `Dictionary.from_counts`."""
+
+    threshold: int = 0
+    nwords: int = -1
+    padding_factor: int = 8
+
+
+@dataclass(frozen=True)
+class BinarizeJob:
+    """What is to be binarized into which folder.
+
+    Attributes:
+        splits: the text of each split, by the split's name.
+        destdir: the folder that gets dict.txt and the splits.
+        dictionary_source: the dict.txt to use or, with `rules`, the text whose words make one.
+        rules: how to build the dictionary; None takes `dictionary_source` as it is.
+    """
+
+    splits: Mapping[str, str]
+    destdir: Path
+    dictionary_source: str
+    rules: DictionaryRules | None
+
+    def inputs_of(self, output: str) -> list[str]:
+        """The files that an output is made from, each once."""
+        return list(dict.fromkeys([self.splits.get(output, self.dictionary_source), self.dictionary_source]))
+
+    def texts(self) -> list[str]:
+        """The texts that are read: one twice if it makes the dictionary too."""
+        return [*([self.dictionary_source] if self.rules is not None else []), *self.splits.values()]
+
+    def num_bytes(self) -> int | None:
+        """How much text is read; None if that is only known once it is decompressed."""
+        paths = [Path(text) for text in self.texts()]
+        if not all(path.is_file() and path.suffix not in COMPRESSED_SUFFIXES for path in paths):
+            return None
+        return sum(path.stat().st_size for path in paths)
+
+    def options(self) -> dict[str, Any]:
+        """What a manifest records beside the inputs."""
+        return {"dictionary": "given"} if self.rules is None else {"dictionary": "built", **asdict(self.rules)}
+
+    def documented(self) -> list[str]:
+        """The outputs that get a manifest: every split, and the dictionary if it is built here."""
+        return [*self.splits, *([DICTIONARY] if self.rules is not None else [])]
+
+
+@dataclass(frozen=True)
+class Binarized:
+    """What a run made, or found made already.
+
+    Attributes:
+        num_types: size of the dictionary, special symbols and padding included.
+        splits: counts by name of split.
+    """
+
+    num_types: int
+    splits: Mapping[str, SplitCounts]
+
+
+def name_splits(trainpref: str | None, validpref: str | None, testpref: str | None) -> dict[str, str]:
+    """The texts by fairseq's names: `train`, then `valid`, `valid1` ... and `test`, `test1` ... of comma lists."""
+    splits = {"train": trainpref} if trainpref else {}
+    for name, texts in (("valid", validpref), ("test", testpref)):
+        for number, text in enumerate(texts.split(",") if texts else []):
+            splits[f"{name}{number or ''}"] = text
+    return splits
+
+
+def find_unchanged(job: BinarizeJob) -> Binarized | None:
+    """What is in the folder already, if the same inputs and options made all of it."""
+    outputs = job.documented()
+    for output in outputs:
+        if not is_unchanged(job.destdir / output, tool=TOOL, options=job.options(), inputs=job.inputs_of(output)):
+            return None
+    counts = {output: dict(manifest.counts) for output in outputs if (manifest := read_manifest(job.destdir / output))}
+    num_types = {of_output.pop("num_types") for of_output in counts.values()}
+    if len(num_types) != 1:
+        return None
+    return Binarized(num_types.pop(), {name: SplitCounts(**counts[name]) for name in job.splits})
+
+
+def binarize(
+    job: BinarizeJob,
+    *,
+    workers: int = 1,
+    executor: Executor | None = None,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> Binarized:
+    """Build or copy the dictionary, binarize every split, and write a manifest for each.
+
+    Args:
+        job: what to do.
+        workers: how many tasks run at a time; the bytes written do not depend on it.
+        executor: where they run, if not in processes of this call's own; it must see the same files.
+        progress: called with the number of bytes of text that were just read; see `BinarizeJob.num_bytes`.
+
+    Raises:
+        ConfigError: the folder is a file, or holds other splits of another dictionary.
+        DataError: an input is missing, broken or not UTF-8; a dictionary is refused; no words to build one from.
+        LmtoolsError: the disk is full or may not be written. The folder is as it was.
+    """
+    _require_usable_folder(job)
+    with disk_errors(job.destdir), ExitStack() as stack:
+        job.destdir.mkdir(parents=True, exist_ok=True)
+        scratch = stack.enter_context(scratch_folder(job.destdir / "binarize"))
+        plain = {text: stack.enter_context(plain_file(text, scratch)) for text in dict.fromkeys(job.texts())}
+        made_from = {text: read_manifest(text) for text in plain}
+        pool = executor or stack.enter_context(worker_pool(workers, preload=[encode.__name__]))
+
+        def run(jobs: Sequence[Callable[[], T]]) -> Iterator[T]:
+            return run_ordered(_call, jobs, workers=workers, executor=pool)
+
+        num_types = _make_dictionary(job, plain, scratch, run, workers, progress)
+        _require_one_dictionary(job, scratch)
+        counts = _encode_splits(job, plain, scratch, num_types, run, progress)
+        _write_manifests(job, made_from, scratch, num_types, counts, run)
+        with _lock(job.destdir):
+            _require_one_dictionary(job, scratch)
+            _publish(job, scratch)
+    return Binarized(num_types, counts)
+
+
+def _require_usable_folder(job: BinarizeJob) -> None:
+    if job.destdir.exists() and not job.destdir.is_dir():
+        raise ConfigError(f"{job.destdir}: is a file, expected a folder; choose another --destdir")
+    for name, text in job.splits.items():
+        if Path(text).absolute() == (job.destdir / name).absolute():
+            raise ConfigError(
+                f"{text}: the manifest of the split {name} would take the place of this text's own; "
+                "choose another --destdir"
+            )
+
+
+def _call(job: Callable[[], T]) -> T:
+    return job()
+
+
+def _make_dictionary(
+    job: BinarizeJob,
+    plain: Mapping[str, Path],
+    scratch: Path,
+    run: Run,
+    workers: int,
+    progress: Callable[[int], None],
+) -> int:
+    """Write dict.txt to the scratch folder; returns its number of types."""
+    source = job.dictionary_source
+    if job.rules is None:
+        [num_types] = run([partial(encode.copy_dictionary, source, scratch / DICTIONARY)])
+        return num_types
+    # Small ranges, so that every worker has some, but not so many that adding up their counts takes long.
+    share = plain[source].stat().st_size // (4 * workers)
+    ranges = cut_at_newlines(plain[source], min(max(share, _MIN_COUNT_BYTES), _MAX_COUNT_BYTES), source=source)
+    parts = [scratch / f"counts.{number}" for number in range(len(ranges))]
+    counted = run([partial(encode.count_words, text, part) for text, part in zip(ranges, parts, strict=True)])
+    for text, _ in zip(ranges, counted, strict=True):
+        progress(text.num_bytes)
+    [num_types] = run([partial(encode.build_dictionary, parts, scratch / DICTIONARY, source, **asdict(job.rules))])
+    return num_types
+
+
+def _encode_splits(
+    job: BinarizeJob,
+    plain: Mapping[str, Path],
+    scratch: Path,
+    num_types: int,
+    run: Run,
+    progress: Callable[[int], None],
+) -> dict[str, SplitCounts]:
+    """Write every split's .bin and .idx to the scratch folder."""
+    pieces = [
+        (name, text, scratch / f"{name}.{number}")
+        for name, source in job.splits.items()
+        for number, text in enumerate(cut_at_newlines(plain[source], _ENCODE_BYTES, source=source))
+    ]
+    counts = dict.fromkeys(job.splits, SplitCounts())
+    results = run([partial(encode.encode, text, scratch / DICTIONARY, num_types, part) for _, text, part in pieces])
+    for (name, text, _), of_piece in zip(pieces, results, strict=True):
+        counts[name] += of_piece
+        progress(text.num_bytes)
+    parts = {name: [part for owner, _, part in pieces if owner == name] for name in job.splits}
+    list(run([partial(encode.assemble, parts[name], scratch / name, num_types) for name in job.splits]))
+    return counts
+
+
+def _write_manifests(
+    job: BinarizeJob,
+    made_from: Mapping[str, Manifest | None],
+    scratch: Path,
+    num_types: int,
+    counts: Mapping[str, SplitCounts],
+    run: Run,
+) -> None:
+    """Write the manifest of every output beside it in the scratch folder; the text's own counts travel on."""
+    inputs = {name: [Path(text) for text in job.inputs_of(name) if _has_record(text)] for name in job.documented()}
+    outputs = {name: [bin_path(scratch / name), idx_path(scratch / name), scratch / DICTIONARY] for name in job.splits}
+    outputs[DICTIONARY] = [scratch / DICTIONARY]
+    files = list(dict.fromkeys(path for paths in (*inputs.values(), *outputs.values()) for path in paths))
+    records = dict(zip(files, run([partial(FileRecord.of, path) for path in files]), strict=True))
+    for name in job.documented():
+        before = made_from[job.splits[name]] if name in job.splits else None
+        still_true = before is not None and any(records[path] in before.outputs for path in inputs[name][:1])
+        manifest = Manifest(
+            tool=TOOL,
+            options=job.options(),
+            inputs=[records[path] for path in inputs[name]],
+            outputs=[records[path] for path in outputs[name]],
+            counts={**(asdict(counts[name]) if name in counts else {}), "num_types": num_types},
+            original=before.original if before is not None and still_true else None,
+        )
+        write_manifest(scratch / name, manifest)
+
+
+def _has_record(text: str) -> bool:
+    """Whether a manifest can name an input: a pipe is gone once it is read."""
+    return text != STDIO and Path(text).is_file()
+
+
+def _require_one_dictionary(job: BinarizeJob, scratch: Path) -> None:
+    """The splits that stay in the folder must have been made with the dictionary that comes.
+
+    Raises:
+        ConfigError: they were not.
+    """
+    there = job.destdir / DICTIONARY
+    others = sorted(path.stem for path in job.destdir.glob("*.idx") if path.stem not in job.splits)
+    if others and there.exists() and there.read_bytes() != (scratch / DICTIONARY).read_bytes():
+        raise ConfigError(
+            f"{there}: its splits ({', '.join(others)}) were made with another dictionary than that of "
+            f"{job.dictionary_source}; choose another --destdir, or binarize all of them together"
+        )
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Let one process at a time change a folder; the lock goes with the process, however it ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP):  # some network file systems cannot
+                raise
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _publish(job: BinarizeJob, scratch: Path) -> None:
+    """Move everything into the folder; at no moment is there an index whose tokens or dictionary are not there."""
+    fsync_file(scratch / DICTIONARY)
+    for name in job.splits:
+        idx_path(job.destdir / name).unlink(missing_ok=True)
+    os.replace(scratch / DICTIONARY, job.destdir / DICTIONARY)
+    for name in job.splits:
+        replace_dataset(scratch / name, job.destdir / name)
+    for name in job.documented():
+        os.replace(manifest_path(scratch / name), manifest_path(job.destdir / name))
+    fsync_directory(job.destdir)
