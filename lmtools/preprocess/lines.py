@@ -81,9 +81,7 @@ def cut_at_newlines(path: Path, range_bytes: int, *, source: str = "") -> list[B
     with open(path, "rb", buffering=0) as stream:
         while cuts[-1] + range_bytes < size:
             cuts.append(_end_of_line(stream.fileno(), cuts[-1] + range_bytes - 1))
-    if cuts[-1] < size:
-        cuts.append(size)
-    return [ByteRange(path, start, end, source or str(path)) for start, end in itertools.pairwise(cuts)]
+    return _between(cuts, path, source)
 
 
 def _end_of_line(descriptor: int, offset: int) -> int:
@@ -94,6 +92,41 @@ def _end_of_line(descriptor: int, offset: int) -> int:
             return offset + index + 1
         offset += len(chunk)
     return offset
+
+
+def cut_every_lines(path: Path, lines_per_range: int, *, source: str = "") -> tuple[list[ByteRange], int]:
+    r"""Cut a file after every so many lines, so that several files are cut at the same lines; reads it all.
+
+    Args:
+        path: a plain file.
+        lines_per_range: lines in each range but the last.
+        source: name for messages, if not the path.
+
+    Returns:
+        Ranges that cover the file in order, and the number of its lines (a last one without `\n` included).
+    """
+    cuts = [0]
+    num_newlines = offset = 0
+    last_line_ends = True
+    for chunk in _chunks(path, 0, path.stat().st_size):
+        position = 0
+        missing = lines_per_range - num_newlines % lines_per_range  # newlines until the next cut
+        while (found := chunk.count(b"\n", position)) >= missing:
+            for _ in range(missing):
+                position = chunk.index(b"\n", position) + 1
+            num_newlines += missing
+            cuts.append(offset + position)
+            missing = lines_per_range
+        num_newlines += found
+        offset += len(chunk)
+        last_line_ends = chunk.endswith(b"\n")
+    return _between(cuts, path, source), num_newlines + (not last_line_ends)
+
+
+def _between(cuts: list[int], path: Path, source: str) -> list[ByteRange]:
+    """The ranges between the cuts and up to the end of the file; a range without bytes is left out."""
+    bounds = itertools.pairwise([*cuts, path.stat().st_size])
+    return [ByteRange(path, start, end, source or str(path)) for start, end in bounds if start < end]
 
 
 def read_lines(byte_range: ByteRange) -> Iterator[bytes]:
@@ -145,18 +178,19 @@ def plain_file(path: str | Path, scratch: Path) -> Iterator[Path]:
         DataError: the input cannot be opened or is broken.
         LmtoolsError: the copy does not fit on the disk.
     """
-    with open_binary(path) as source:
-        if str(path) != STDIO and Path(path).is_file() and Path(path).suffix not in COMPRESSED_SUFFIXES:
-            yield Path(path)
-            return
-        descriptor, name = tempfile.mkstemp(prefix="plain.", dir=scratch)
-        copy = Path(name)
-        try:
-            with disk_errors(copy), os.fdopen(descriptor, "wb") as target:
-                shutil.copyfileobj(source, target, _READ_BYTES)
-            yield copy
-        finally:
-            copy.unlink(missing_ok=True)
+    name = Path(path)
+    if str(path) != STDIO and name.is_file() and name.suffix not in COMPRESSED_SUFFIXES:
+        with open_binary(path):  # says now, not in a worker, that it may not be read
+            pass
+        yield name
+        return
+    copy = scratch / f"plain.{name.name}"
+    try:
+        with disk_errors(copy), open(copy, "wb") as target, open_binary(path) as source:
+            shutil.copyfileobj(source, target, _READ_BYTES)
+        yield copy
+    finally:
+        copy.unlink(missing_ok=True)
 
 
 def available_cores() -> int:
@@ -177,6 +211,9 @@ def worker_pool(workers: int, *, preload: Sequence[str] = ()) -> Iterator[Execut
 
     Yields:
         An executor. Leaving the block normally waits for its tasks; an exception (Ctrl-C too) ends them at once.
+
+    Raises:
+        WorkerError: a worker was killed.
     """
     if workers == 1:
         yield _InProcess()
@@ -187,6 +224,10 @@ def worker_pool(workers: int, *, preload: Sequence[str] = ()) -> Iterator[Execut
     executor = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(lifeline,))
     try:
         yield executor
+    except BrokenExecutor as error:
+        raise WorkerError(
+            "a worker process was killed, perhaps for lack of memory; run again with fewer --workers"
+        ) from error
     except BaseException:
         our_end.close()
         raise
@@ -228,7 +269,7 @@ def run_ordered(
         executor: where to run them, if not in worker processes of this call's own.
 
     Raises:
-        WorkerError: a worker was killed.
+        WorkerError: a worker was killed (of this call's own, or of a `worker_pool`).
         Exception: what a task raised: the first in the order of the items. What was not begun is cancelled.
     """
     if executor is None:
@@ -240,21 +281,12 @@ def run_ordered(
         for item in items:
             under_way.append(executor.submit(task, item))
             if len(under_way) > 2 * workers:
-                yield _result(under_way.popleft())
+                yield under_way.popleft().result()
         while under_way:
-            yield _result(under_way.popleft())
+            yield under_way.popleft().result()
     finally:
         for future in under_way:
             future.cancel()
-
-
-def _result(future: Future[Result]) -> Result:
-    try:
-        return future.result()
-    except BrokenExecutor as error:
-        raise WorkerError(
-            "a worker process was killed, perhaps for lack of memory; run again with fewer --workers"
-        ) from error
 
 
 def join_parts(parts: Iterable[Path], output: BinaryIO) -> None:

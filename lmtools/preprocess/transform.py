@@ -1,0 +1,169 @@
+"""One stage of the text pipeline: every line of the inputs through a task into the outputs, with their records.
+
+The inputs are cut into pieces (the same lines of each input), the task turns a piece into part files in a worker, and
+the parts are joined in order. What reads, writes or hashes text is done by workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from lmtools.artifacts import FileRecord, Manifest, OriginalText, write_manifest
+from lmtools.errors import ConfigError, DataError
+from lmtools.files import STDIO, atomic_write, sha256_file
+from lmtools.preprocess.lines import (
+    ByteRange,
+    cut_at_newlines,
+    cut_every_lines,
+    join_parts,
+    plain_file,
+    run_ordered,
+    scratch_folder,
+    worker_pool,
+)
+
+Result = TypeVar("Result")
+
+_LINES_PER_PIECE = 10_000
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one call of a task reads and writes.
+
+    Attributes:
+        inputs: the same lines of every input.
+        parts: the file to write for every output.
+        output: the (first) output's name, for messages about the disk.
+    """
+
+    inputs: Sequence[ByteRange]
+    parts: Sequence[Path]
+    output: str
+
+
+@dataclass(frozen=True)
+class Transformed(Generic[Result]):
+    """What a stage did.
+
+    Attributes:
+        results: what the task returned for each piece, in order.
+        inputs: a record of every input.
+        outputs: a record of every output that is a file.
+    """
+
+    results: Sequence[Result]
+    inputs: Sequence[FileRecord]
+    outputs: Sequence[FileRecord]
+
+
+def transform(
+    task: Callable[[Piece], Result],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    *,
+    piece_bytes: int,
+    workers: int,
+    executor: Executor | None = None,
+    preload: Sequence[str] = (),
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> Transformed[Result]:
+    """Run a task over all lines of the inputs and join what it writes into the outputs: all of them complete, or none.
+
+    Args:
+        task: writes `piece.parts` from `piece.inputs`; pickled, so a top-level function or a `partial` of one.
+        inputs: names of plain or compressed files, or `-`; several have the same number of lines.
+        outputs: as many names, or `-`.
+        piece_bytes: size of a piece of a single input; several inputs are cut after every 10,000 lines.
+        workers: how many tasks run at a time; the outputs do not depend on it.
+        executor: where they run, if not in processes of this call's own; it must see the same files.
+        preload: modules that the task needs, for workers of this call's own.
+        progress: called with the number of bytes of the inputs that were just done.
+
+    Raises:
+        ConfigError: two outputs have one name, or there are not as many as inputs.
+        DataError: an input is missing or broken, or they differ in their number of lines; what the task raises.
+        LmtoolsError: the disk is full or may not be written.
+    """
+    _require_pairs(inputs, outputs)
+    with ExitStack() as stack:
+        scratch = stack.enter_context(scratch_folder(outputs[0]))
+        plain = [stack.enter_context(plain_file(source, scratch)) for source in inputs]
+        pool = executor or stack.enter_context(worker_pool(workers, preload=preload))
+        hashing = [pool.submit(_record, source, path) for source, path in zip(inputs, plain, strict=True)]
+        ranges: list[tuple[ByteRange, ...]]
+        if len(inputs) == 1:
+            ranges = [(text,) for text in cut_at_newlines(plain[0], piece_bytes, source=inputs[0])]
+        else:
+            ranges = _cut_at_the_same_lines(inputs, plain, workers, pool)
+        pieces = [
+            Piece(texts, [scratch / f"{number}.{n}" for n in range(len(outputs))], outputs[0])
+            for number, texts in enumerate(ranges)
+        ]
+        results = []
+        with ExitStack() as writing:
+            streams = [writing.enter_context(atomic_write(output)) for output in outputs]
+            for piece, result in zip(pieces, run_ordered(task, pieces, workers=workers, executor=pool), strict=True):
+                for part, stream in zip(piece.parts, streams, strict=True):
+                    join_parts([part], stream)
+                progress(sum(text.num_bytes for text in piece.inputs))
+                results.append(result)
+            input_records = [record.result() for record in hashing]  # before an output may take an input's place
+        files = [output for output in outputs if output != STDIO]
+        output_records = list(run_ordered(FileRecord.of, files, workers=workers, executor=pool))
+    return Transformed(results, input_records, output_records)
+
+
+def _require_pairs(inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    if len(inputs) != len(outputs) or not inputs:
+        raise ConfigError(
+            f"found {len(inputs)} input(s) ({', '.join(inputs)}) and {len(outputs)} output(s) ({', '.join(outputs)}); "
+            "every input needs an output"
+        )
+    for kind, names in (("output", outputs), ("input", [name for name in inputs if name == STDIO])):
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"{name}: named as more than one {kind}")
+
+
+def _cut_at_the_same_lines(
+    inputs: Sequence[str], plain: Sequence[Path], workers: int, executor: Executor
+) -> list[tuple[ByteRange, ...]]:
+    texts = list(zip(plain, inputs, strict=True))
+    cut = list(run_ordered(_cut, texts, workers=workers, executor=executor))
+    if len({num_lines for _, num_lines in cut}) > 1:
+        found = ", ".join(f"{name} has {num_lines:,}" for name, (_, num_lines) in zip(inputs, cut, strict=True))
+        raise DataError(f"the inputs differ in their number of lines ({found}), expected one for each of the others'")
+    return list(zip(*(ranges for ranges, _ in cut), strict=True))
+
+
+def _cut(text: tuple[Path, str]) -> tuple[list[ByteRange], int]:
+    path, source = text
+    return cut_every_lines(path, _LINES_PER_PIECE, source=source)
+
+
+def _record(source: str, plain: Path) -> FileRecord:
+    """The record of an input: of the file itself, or of what came through a pipe."""
+    if source != STDIO and Path(source).is_file():
+        return FileRecord.of(source)
+    return FileRecord(Path(source).name, plain.stat().st_size, sha256_file(plain))
+
+
+def write_manifests(
+    outputs: Sequence[str],
+    done: Transformed[Any],
+    *,
+    tool: str,
+    options: Mapping[str, Any],
+    counts: Sequence[Mapping[str, Any]],
+    originals: Sequence[OriginalText | None],
+) -> None:
+    """Write the manifest of every output, each with its own counts; all of them name all inputs."""
+    files = [output for output in outputs if output != STDIO]
+    for output, record, of_output, original in zip(files, done.outputs, counts, originals, strict=True):
+        write_manifest(output, Manifest(tool, options, done.inputs, [record], of_output, original))
