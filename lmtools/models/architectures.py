@@ -2,7 +2,8 @@
 
 No torch here: the command line reads the fields to make its options.
 
-The numbers are those of fairseq/models/transformer_lm.py and fairseq/model_parallel/models/transformer_lm.py.
+The numbers are those of fairseq/models/transformer_lm.py, fairseq/model_parallel/models/transformer_lm.py and
+fairseq/examples/truncated_bptt/transformer_xl_model.py.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from lmtools.errors import ConfigError
 
 ActivationName = Literal["relu", "gelu", "gelu_accurate"]
 
@@ -61,6 +64,107 @@ class TransformerLMConfig:
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.decoder_embed_dim // self.decoder_attention_heads
+
+
+@dataclass(frozen=True)
+class TransformerXLConfig:
+    """The shape of a Transformer-XL; fields are named as fairseq's and the original's options.
+
+    What fairseq's example lets one choose has fairseq's defaults, and the rest is what fairseq fixes it to. The
+    original (kimiyoung/transformer-xl, PyTorch) differs in `untie_r`, which it does not have: False there.
+
+    Attributes:
+        vocab_size: types of the dictionary.
+        cutoffs: first type of each tail cluster of the adaptive embedding and softmax, rising; those at or above
+            the vocabulary are dropped.
+        adaptive: False for a plain embedding and softmax, whatever `cutoffs` says.
+        d_model: width of the residual stream, an even number.
+        d_embed: width of the first cluster's embedding; -1 is `d_model`.
+        n_head: number of attention heads.
+        d_head: width of one head; n_head * d_head need not be d_model.
+        d_inner: width of the feed-forward layer.
+        n_layer: number of layers.
+        div_val: each cluster's embedding is this many times narrower than the one before.
+        mem_len: positions that each layer remembers of earlier segments.
+        ext_len: positions at the end of a segment that are left out of the memory, for segments that overlap.
+        clamp_len: distances above it count as it; -1 does not clamp.
+        same_length: each position attends to exactly the last `mem_len` positions, its own among them, instead of
+            to more the later it stands in its segment.
+        untie_r: each layer has its own r_w_bias and r_r_bias (the paper's u and v), else all share one pair.
+        pre_lnorm: LayerNorm before each sublayer (there is none at the end), else after each.
+        attn_type: 0 is Transformer-XL's attention; the original's baselines 1, 2 and 3 are not supported.
+        not_tied: the softmax has matrices of its own, else it uses the embedding's.
+        proj_share_all_but_first: the softmax uses the embedding's projections, except for the first cluster.
+        dropout: on embeddings, positions, what each sublayer adds, the feed-forward's activation and the output.
+        dropatt: on the attention weights.
+        init: distribution of initial values, `normal` or `uniform`.
+        init_std: deviation of `normal`.
+        init_range: bound of `uniform`.
+        proj_init_std: deviation of the clusters' projections, normal with either `init`.
+        layer_norm_epsilon: added to the variance.
+    """
+
+    vocab_size: int
+    cutoffs: tuple[int, ...] = (20000, 40000, 200000)
+    adaptive: bool = True
+    d_model: int = 500
+    d_embed: int = -1
+    n_head: int = 10
+    d_head: int = 50
+    d_inner: int = 1000
+    n_layer: int = 12
+    div_val: int = 1
+    mem_len: int = 0
+    ext_len: int = 0
+    clamp_len: int = -1
+    same_length: bool = False
+    untie_r: bool = True
+    pre_lnorm: bool = False
+    attn_type: int = 0
+    not_tied: bool = False
+    proj_share_all_but_first: bool = True
+    dropout: float = 0.0
+    dropatt: float = 0.0
+    init: Literal["normal", "uniform"] = "normal"
+    init_std: float = 0.02
+    init_range: float = 0.1
+    proj_init_std: float = 0.01
+    layer_norm_epsilon: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.attn_type != 0:
+            raise ConfigError(
+                f"--attn-type {self.attn_type}: only 0, the attention of Transformer-XL, is supported; 1, 2 and 3 are "
+                "the original's baselines"
+            )
+        if self.d_model % 2:
+            raise ConfigError(f"--d-model {self.d_model}: expected an even number, half of it sines and half cosines")
+        if any(low >= high for low, high in zip((0, *self.cutoffs), self.cutoffs, strict=False)):
+            raise ConfigError(f"--cutoffs {','.join(map(str, self.cutoffs))}: expected positive, rising numbers")
+        if self.same_length and self.mem_len == 0:
+            raise ConfigError("--same-length: attends to the last --mem-len positions, so --mem-len must be given")
+        if self.embedding_dims[-1] == 0:
+            raise ConfigError(
+                f"--div-val {self.div_val}: leaves no width to the last of {len(self.cluster_bounds)} clusters, found "
+                f"an embedding of {self.embedding_dims[0]}"
+            )
+
+    @property
+    def cluster_bounds(self) -> list[tuple[int, int]]:
+        """First type and end of each cluster; the first one is the softmax's shortlist."""
+        cutoffs = [cutoff for cutoff in self.cutoffs if cutoff < self.vocab_size] if self.adaptive else []
+        return list(zip([0, *cutoffs], [*cutoffs, self.vocab_size], strict=True))
+
+    @property
+    def embedding_dims(self) -> list[int]:
+        """Width of each cluster's embedding."""
+        widest = self.d_model if self.d_embed == -1 else self.d_embed
+        return [widest // self.div_val**cluster for cluster in range(len(self.cluster_bounds))]
+
+
+def transformer_xl(vocab_size: int, **overrides: Any) -> TransformerXLConfig:
+    """fairseq's `transformer_xl`: 12 layers of 500, no memory until `mem_len` is given."""
+    return TransformerXLConfig(vocab_size=vocab_size, **overrides)
 
 
 def transformer_lm(vocab_size: int, **overrides: Any) -> TransformerLMConfig:

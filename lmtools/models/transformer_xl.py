@@ -1,0 +1,377 @@
+"""Transformer-XL: attention by relative position, over a memory of earlier segments (Dai et al. 2019, section 3).
+
+The module holds no hidden state: what a layer remembers goes in and comes out. It has two forms.
+
+- For training, the layer's past inputs, `(B, M, d_model)`: no gradient reaches the earlier segments, but it does reach
+  the projections that read them.
+- Where weights stand still, their keys and values, and the keys of the relative positions (`KeyValueMemory`): nothing
+  is projected twice.
+
+The model knows no parallelism: `lmtools.parallel` splits it from outside, and attention takes the number of heads from
+the width that its projections return.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lmtools.models.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
+from lmtools.models.architectures import TransformerXLConfig
+
+
+class KeyValueMemory(NamedTuple):
+    """What one layer remembers, projected.
+
+    Attributes:
+        keys: `(B, M, num_heads * head_dim)`.
+        values: likewise.
+        position_keys: `(distances + 1, num_heads * head_dim)`, the projection of `relative_positions`.
+    """
+
+    keys: Tensor
+    values: Tensor
+    position_keys: Tensor
+
+
+LayerMemory = Tensor | KeyValueMemory
+
+
+def reorder(memories: Sequence[LayerMemory], rows: Tensor) -> list[LayerMemory]:
+    """The memory of other rows of the batch, as beam search needs it.
+
+    Args:
+        memories: one a layer.
+        rows: int64 `(new B,)`, which row each new one continues.
+    """
+    return [
+        memory.index_select(0, rows)
+        if isinstance(memory, Tensor)
+        else memory._replace(keys=memory.keys.index_select(0, rows), values=memory.values.index_select(0, rows))
+        for memory in memories
+    ]
+
+
+def relative_positions(num_distances: int, d_model: int, clamp_len: int, like: Tensor) -> Tensor:
+    """The fixed vectors of the distances from a query back to a key: sine half, then cosine half.
+
+    Frequencies are 10000 ** (-2i / d_model).
+
+    Args:
+        num_distances: largest distance + 1.
+        d_model: their width.
+        clamp_len: distances above it count as it; none do if it is not positive.
+        like: gives dtype and device.
+
+    Returns:
+        `(num_distances + 1, d_model)` for the distances num_distances - 1, ..., 1, 0, and one row more, which
+        `shift_to_keys` needs and no visible key uses.
+    """
+    # Counted in float32: float16 and bfloat16 do not have all of these integers, nor enough of the sines.
+    distances = torch.arange(num_distances - 1, -2, -1, dtype=torch.float32, device=like.device).clamp(min=0)
+    if clamp_len > 0:
+        distances = distances.clamp(max=clamp_len)
+    exponents = torch.arange(0, d_model, 2, dtype=torch.float32, device=like.device) / d_model
+    angles = distances[:, None] * (1 / 10000**exponents)[None, :]
+    return torch.cat([angles.sin(), angles.cos()], dim=1).to(like.dtype)
+
+
+def shift_to_keys(by_distance: Tensor) -> Tensor:
+    """Turn scores by distance into scores by key: the paper's shift, as a view.
+
+    Row i of T queries needs, for key j of K, distance (K - T) + i - j, which is column T - 1 - i + j. With one column
+    more than distances, going on from one row to the next is a step of exactly K in memory, whence the view.
+
+    Args:
+        by_distance: contiguous `(N, T, K + 1)`; column c is distance K - 1 - c.
+
+    Returns:
+        `(N, T, K)`, a view. Keys after their query have values of no meaning.
+    """
+    num_queries, num_keys = by_distance.shape[1], by_distance.shape[2] - 1
+    flat = by_distance.flatten(1)[:, num_queries - 1 : num_queries - 1 + num_queries * num_keys]
+    return flat.unflatten(1, (num_queries, num_keys))
+
+
+def attention_mask(num_queries: int, num_keys: int, window: int | None, like: Tensor) -> Tensor:
+    """Which keys a query sees: those up to its own, or only the last `window` of these.
+
+    Args:
+        num_queries: T; the queries are the last T of the keys' positions.
+        num_keys: K.
+        window: at how many keys each query looks, None for all.
+        like: gives dtype and device.
+
+    Returns:
+        `(T, K)` to be added to the scores: 0, or -inf for what is not seen.
+    """
+    positions = torch.arange(num_keys, device=like.device)
+    distance = positions[num_keys - num_queries :, None] - positions[None, :]
+    hidden = distance < 0
+    if window is not None:
+        hidden = hidden | (distance >= window)
+    return like.new_zeros(()).masked_fill(hidden, -math.inf)
+
+
+class HeadBias(nn.Module):
+    """Adds a vector to each head: what is left of a linear layer without its matrix."""
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(num_heads, head_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., num_heads * head_dim)` to the same."""
+        return x + self.bias.flatten()
+
+
+class RelativeAttention(nn.Module):
+    """Multi-head attention whose scores depend on content and on the distance between query and key."""
+
+    def __init__(self, config: TransformerXLConfig) -> None:
+        super().__init__()
+        width = config.n_head * config.d_head
+        self.head_dim = config.d_head
+        self.dropatt = config.dropatt
+        self.q_proj = nn.Linear(config.d_model, width, bias=False)
+        self.k_proj = nn.Linear(config.d_model, width, bias=False)
+        self.v_proj = nn.Linear(config.d_model, width, bias=False)
+        self.r_proj = nn.Linear(config.d_model, width, bias=False)
+        self.out_proj = nn.Linear(width, config.d_model, bias=False)
+        self.r_w_bias = HeadBias(config.n_head, config.d_head)
+        self.r_r_bias = HeadBias(config.n_head, config.d_head)
+
+    def forward(
+        self, x: Tensor, query_start: int, positions: Tensor | None, mask: Tensor, past: KeyValueMemory | None
+    ) -> tuple[Tensor, KeyValueMemory]:
+        """Attend from positions `query_start` on.
+
+        Args:
+            x: `(B, L, d_model)`, remembered inputs and then the segment's.
+            query_start: how many of them are remembered.
+            positions: from `relative_positions`, or None if `past` has enough position keys.
+            mask: from `attention_mask`, `(T, K)`.
+            past: keys and values that come before those of `x`.
+
+        Returns:
+            `(B, T, d_model)`; and all keys and values, `past` included.
+        """
+        queries, keys, values = self.q_proj(x[:, query_start:]), self.k_proj(x), self.v_proj(x)
+        if past is not None:
+            keys, values = torch.cat([past.keys, keys], dim=1), torch.cat([past.values, values], dim=1)
+        position_keys = past.position_keys if positions is None and past is not None else self.r_proj(positions)
+        attended = self._attend(queries, keys, values, position_keys[-keys.shape[1] - 1 :], mask)
+        return self.out_proj(attended), KeyValueMemory(keys, values, position_keys)
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, position_keys: Tensor, mask: Tensor) -> Tensor:
+        batch_size, num_queries = queries.shape[:2]
+        num_keys = keys.shape[1]
+        # Heads lead, so that all rows of a batch are one matrix against a head's position keys.
+        by_head = [
+            x.unflatten(-1, (-1, self.head_dim)).movedim(-2, 0)
+            for x in (self.r_w_bias(queries), self.r_r_bias(queries), keys, values, position_keys)
+        ]
+        by_content, by_position, keys, values, position_keys = by_head
+        scale = self.head_dim**-0.5
+
+        distance_scores = (by_position.flatten(1, 2) * scale) @ position_keys.mT
+        distance_scores = shift_to_keys(distance_scores.view(-1, num_queries, num_keys + 1)) + mask
+        scores = torch.baddbmm(distance_scores, by_content.flatten(0, 1) * scale, keys.flatten(0, 1).mT)
+        weights = F.dropout(scores.softmax(dim=-1), self.dropatt, self.training)
+        attended = weights @ values.flatten(0, 1)
+        return attended.unflatten(0, (-1, batch_size)).movedim(0, -2).flatten(-2)
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each with its residual; LayerNorm before or after."""
+
+    def __init__(self, config: TransformerXLConfig) -> None:
+        super().__init__()
+        self.pre_lnorm = config.pre_lnorm
+        self.mem_len = config.mem_len
+        self.ext_len = config.ext_len
+        self.self_attn = RelativeAttention(config)
+        self.self_attn_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
+        self.fc1 = nn.Linear(config.d_model, config.d_inner)
+        self.fc2 = nn.Linear(config.d_inner, config.d_model)
+        self.final_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
+        self.dropout = nn.Dropout(config.dropout)
+        self.activation_dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x: Tensor, memory: LayerMemory | None, positions: Tensor | None, mask: Tensor, keep_projections: bool
+    ) -> tuple[Tensor, LayerMemory]:
+        """One layer.
+
+        Args:
+            x: `(B, T, d_model)`.
+            memory: of the M positions before, in either form, or None for none.
+            positions: from `relative_positions`; None if `memory` has enough position keys.
+            mask: from `attention_mask`, `(T, M + T)`.
+            keep_projections: the form of the memory that is returned.
+
+        Returns:
+            `(B, T, d_model)`, and the memory for the next segment, without gradient.
+        """
+        past = memory if isinstance(memory, KeyValueMemory) else None
+        inputs = torch.cat([memory, x], dim=1) if isinstance(memory, Tensor) and memory.shape[1] > 0 else x
+        normed = self.self_attn_layer_norm(inputs) if self.pre_lnorm else inputs
+        attended, projected = self.self_attn(normed, inputs.shape[1] - x.shape[1], positions, mask, past)
+        x = x + self.dropout(attended)
+        if not self.pre_lnorm:
+            x = self.self_attn_layer_norm(x)
+
+        normed = self.final_layer_norm(x) if self.pre_lnorm else x
+        x = x + self.dropout(self.fc2(self.activation_dropout(F.relu(self.fc1(normed)))))
+        if not self.pre_lnorm:
+            x = self.final_layer_norm(x)
+
+        if keep_projections:
+            keys, values, position_keys = projected
+            return x, KeyValueMemory(self._kept(keys), self._kept(values), position_keys.detach())
+        return x, self._kept(inputs)
+
+    def _kept(self, context: Tensor) -> Tensor:
+        """The part of `(B, K, ...)` that the next segment remembers."""
+        end = context.shape[1] - self.ext_len
+        return context[:, max(0, end - self.mem_len) : max(0, end)].detach()
+
+
+class TransformerXL(nn.Module):
+    """The whole model: tokens and memory in, scores of the targets and memory out."""
+
+    def __init__(self, config: TransformerXLConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = AdaptiveEmbedding(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layer))
+        self.adaptive_softmax = AdaptiveSoftmax(config)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make one parameter of those that the configuration says are shared.
+
+        Splitting or materialising parameters replaces them and so breaks the tie: call this again afterwards.
+        """
+        embedding, softmax = self.embed_tokens, self.adaptive_softmax
+        if not self.config.not_tied:
+            for rows, logits in zip(embedding.clusters, softmax.clusters, strict=True):
+                logits.weight = rows.weight
+        if self.config.proj_share_all_but_first and len(softmax.projections) > 0:
+            for index in range(1, len(softmax.projections)):
+                softmax.projections[index] = embedding.projections[min(index, len(embedding.projections) - 1)]
+        if not self.config.untie_r:
+            for layer in self.layers:
+                layer.self_attn.r_w_bias.bias = self.layers[0].self_attn.r_w_bias.bias
+                layer.self_attn.r_r_bias.bias = self.layers[0].self_attn.r_r_bias.bias
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        memories: Sequence[LayerMemory] | None = None,
+        *,
+        keep_projections: bool = False,
+    ) -> tuple[Tensor, list[LayerMemory]]:
+        """Score the targets of a segment.
+
+        Args:
+            tokens: int64 `(B, T)`.
+            targets: int64 `(B, S)`, what comes after the last S of the tokens; negative ones are not scored.
+            memories: what this returned for the segment before, one a layer; None for no memory.
+            keep_projections: return keys and values as memory. They are right as long as the weights do not change,
+                and let no gradient through: for evaluation and generation.
+
+        Returns:
+            `(B, S)` negative log-likelihood in nats, 0 where not scored; and the memory for the next segment, of the
+            last `mem_len` positions, without gradient.
+        """
+        features, memories = self.features(tokens, memories, keep_projections=keep_projections)
+        nll: Tensor = self.adaptive_softmax(features[:, tokens.shape[1] - targets.shape[1] :], targets)
+        return nll, memories
+
+    def features(
+        self, tokens: Tensor, memories: Sequence[LayerMemory] | None = None, *, keep_projections: bool = False
+    ) -> tuple[Tensor, list[LayerMemory]]:
+        """Everything but the softmax; arguments as `forward`.
+
+        Returns:
+            `(B, T, d_model)`, and the memory for the next segment.
+        """
+        config = self.config
+        x: Tensor = self.dropout(self.embed_tokens(tokens))
+        num_queries = tokens.shape[1]
+        num_keys = num_queries + (_length(memories[0]) if memories else 0)
+        mask = attention_mask(num_queries, num_keys, config.mem_len if config.same_length else None, x)
+        known = memories[0].position_keys.shape[0] if memories and isinstance(memories[0], KeyValueMemory) else 0
+        positions = None
+        if num_keys + 1 > known:
+            # What is kept shall last: the memory grows up to mem_len.
+            num_distances = max(num_keys, config.mem_len + num_queries) if keep_projections else num_keys
+            positions = self.dropout(relative_positions(num_distances, config.d_model, config.clamp_len, x))
+
+        new_memories = []
+        for index, layer in enumerate(self.layers):
+            memory = memories[index] if memories else None
+            x, new_memory = layer(x, memory, positions, mask, keep_projections)
+            new_memories.append(new_memory)
+        return self.dropout(x), new_memories
+
+
+def zero_memories(config: TransformerXLConfig, batch_size: int, like: Tensor) -> list[LayerMemory]:
+    """A full memory of zero vectors, with which fairseq and Hugging Face start; they are attended to as any other.
+
+    Args:
+        config: the model's.
+        batch_size: rows of the batch.
+        like: gives dtype and device.
+
+    Returns:
+        `(batch_size, mem_len, d_model)` for each layer.
+    """
+    return [like.new_zeros(batch_size, config.mem_len, config.d_model) for _ in range(config.n_layer)]
+
+
+def _length(memory: LayerMemory) -> int:
+    return (memory if isinstance(memory, Tensor) else memory.keys).shape[1]
+
+
+def initialize_parameter(name: str, tensor: Tensor, generator: torch.Generator, *, config: TransformerXLConfig) -> None:
+    """Fill one whole (unsplit) parameter as the original does.
+
+    Matrices, embeddings and the two attention biases are drawn from `init`, projections of clusters from a normal
+    distribution of their own, LayerNorm weights around 1; other biases are 0.
+
+    Args:
+        name: the parameter's name in `TransformerXL`.
+        tensor: the parameter, filled in place.
+        generator: the only source of randomness, so that the value depends on its seed and `name` alone.
+        config: gives the distributions.
+
+    Raises:
+        KeyError: no parameter of the model has this name.
+    """
+    module, _, kind = name.rpartition(".")
+    owner = module.rpartition(".")[2]
+    with torch.no_grad():
+        if owner == "projections":
+            tensor.normal_(0.0, config.proj_init_std, generator=generator)
+        elif owner.endswith("layer_norm") and kind == "weight":
+            tensor.normal_(1.0, config.init_std, generator=generator)
+        elif kind == "bias" and owner not in ("r_w_bias", "r_r_bias"):
+            tensor.zero_()
+        elif not (owner in _DRAWN or owner.isdecimal()):
+            raise KeyError(name)
+        elif config.init == "normal":
+            tensor.normal_(0.0, config.init_std, generator=generator)
+        else:
+            tensor.uniform_(-config.init_range, config.init_range, generator=generator)
+
+
+_DRAWN = frozenset(("q_proj", "k_proj", "v_proj", "r_proj", "out_proj", "r_w_bias", "r_r_bias", "fc1", "fc2", "tails"))
