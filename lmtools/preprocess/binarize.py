@@ -27,14 +27,14 @@ from lmtools.errors import ConfigError
 from lmtools.files import COMPRESSED_SUFFIXES, STDIO, disk_errors, fsync_directory, fsync_file
 from lmtools.preprocess import encode
 from lmtools.preprocess.encode import SplitCounts
-from lmtools.preprocess.lines import cut_at_newlines, plain_file, run_ordered, scratch_folder, worker_pool
+from lmtools.preprocess.lines import ByteRange, cut_at_newlines, plain_file, run_ordered, scratch_folder, worker_pool
 
 TOOL = "lmtools binarize"
 DICTIONARY = "dict.txt"
 
-_ENCODE_BYTES = 2 << 20
-_MIN_COUNT_BYTES = 1 << 20
-_MAX_COUNT_BYTES = 64 << 20
+_MIN_RANGE_BYTES = 1 << 20
+_MAX_ENCODE_BYTES = 8 << 20  # a worker holds the tokens of one range
+_MAX_COUNT_BYTES = 64 << 20  # a worker holds the different words of one range, which are soon the same
 
 T = TypeVar("T")
 
@@ -160,9 +160,9 @@ def binarize(
         def run(jobs: Sequence[Callable[[], T]]) -> Iterator[T]:
             return run_ordered(_call, jobs, workers=workers, executor=pool)
 
-        num_types = _make_dictionary(job, plain, scratch, run, workers, progress)
+        num_types = _make_dictionary(job, plain, scratch, workers, run, progress)
         _require_one_dictionary(job, scratch)
-        counts = _encode_splits(job, plain, scratch, num_types, run, progress)
+        counts = _encode_splits(job, plain, scratch, num_types, workers, run, progress)
         _write_manifests(job, made_from, scratch, num_types, counts, run)
         with _lock(job.destdir):
             _require_one_dictionary(job, scratch)
@@ -185,12 +185,18 @@ def _call(job: Callable[[], T]) -> T:
     return job()
 
 
+def _cut(plain: Path, source: str, workers: int, max_bytes: int) -> list[ByteRange]:
+    """Ranges that are few, but enough to keep every worker busy to the end."""
+    share = plain.stat().st_size // (4 * workers)
+    return cut_at_newlines(plain, min(max(share, _MIN_RANGE_BYTES), max_bytes), source=source)
+
+
 def _make_dictionary(
     job: BinarizeJob,
     plain: Mapping[str, Path],
     scratch: Path,
-    run: Run,
     workers: int,
+    run: Run,
     progress: Callable[[int], None],
 ) -> int:
     """Write dict.txt to the scratch folder; returns its number of types."""
@@ -198,9 +204,7 @@ def _make_dictionary(
     if job.rules is None:
         [num_types] = run([partial(encode.copy_dictionary, source, scratch / DICTIONARY)])
         return num_types
-    # Small ranges, so that every worker has some, but not so many that adding up their counts takes long.
-    share = plain[source].stat().st_size // (4 * workers)
-    ranges = cut_at_newlines(plain[source], min(max(share, _MIN_COUNT_BYTES), _MAX_COUNT_BYTES), source=source)
+    ranges = _cut(plain[source], source, workers, _MAX_COUNT_BYTES)
     parts = [scratch / f"counts.{number}" for number in range(len(ranges))]
     counted = run([partial(encode.count_words, text, part) for text, part in zip(ranges, parts, strict=True)])
     for text, _ in zip(ranges, counted, strict=True):
@@ -214,6 +218,7 @@ def _encode_splits(
     plain: Mapping[str, Path],
     scratch: Path,
     num_types: int,
+    workers: int,
     run: Run,
     progress: Callable[[int], None],
 ) -> dict[str, SplitCounts]:
@@ -221,7 +226,7 @@ def _encode_splits(
     pieces = [
         (name, text, scratch / f"{name}.{number}")
         for name, source in job.splits.items()
-        for number, text in enumerate(cut_at_newlines(plain[source], _ENCODE_BYTES, source=source))
+        for number, text in enumerate(_cut(plain[source], source, workers, _MAX_ENCODE_BYTES))
     ]
     counts = dict.fromkeys(job.splits, SplitCounts())
     results = run([partial(encode.encode, text, scratch / DICTIONARY, num_types, part) for _, text, part in pieces])

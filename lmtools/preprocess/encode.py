@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
-from lmtools.data.dictionary import Dictionary
+from lmtools.data.dictionary import SPECIAL_SYMBOLS, Dictionary
 from lmtools.data.indexed_writer import bin_path, idx_path, little_endian, token_typecode, write_index
 from lmtools.errors import DataError
 from lmtools.files import fsync_file
@@ -80,15 +80,18 @@ def build_dictionary(
     """Add up the counts of all parts, write the dictionary to `path`, and return its number of types.
 
     Raises:
-        DataError: there are no words.
+        DataError: no word is left for it.
     """
     counts: Counter[str] = Counter()
     for part in parts:
         counts.update(json.loads(part.read_text(encoding="utf-8")))
         part.unlink()
-    if not counts:
-        raise DataError(f"{source}: has no words to build a dictionary from; name a dictionary with --srcdict")
     dictionary = Dictionary.from_counts(counts, threshold=threshold, nwords=nwords, padding_factor=padding_factor)
+    if not any(dictionary.counts[len(SPECIAL_SYMBOLS) :]):
+        raise DataError(
+            f"{source}: no word is left for a dictionary, of {len(counts):,} different ones; lower --thresholdsrc, "
+            "raise --nwordssrc, or name a dictionary with --srcdict"
+        )
     path.write_bytes(dictionary.to_bytes())
     return len(dictionary)
 
@@ -111,15 +114,14 @@ class _Lookup(dict[str, int]):
 
 
 @lru_cache(maxsize=1)
-def _lookup(dictionary: Path) -> _Lookup:
+def _indices(dictionary: Path) -> dict[str, int]:
     """The dictionary of this run: a worker reads it once."""
-    return _Lookup(Dictionary.load(dictionary).indices)
+    return dict(Dictionary.load(dictionary).indices)
 
 
 def encode(text: ByteRange, dictionary: Path, num_types: int, part: Path) -> SplitCounts:
     """Write the tokens of a range to `PART.bin`, and the number of tokens of each line to `PART.sizes`."""
-    lookup = _lookup(dictionary)
-    replaced_before = lookup.replaced
+    lookup = _Lookup(_indices(dictionary))
     tokens: list[int] = []
     sizes: list[int] = []
     for words in _words_of_lines(text):
@@ -129,8 +131,7 @@ def encode(text: ByteRange, dictionary: Path, num_types: int, part: Path) -> Spl
         sizes.append(len(words) + 1)
     bin_path(part).write_bytes(little_endian(token_typecode(num_types), tokens))
     sizes_path(part).write_bytes(little_endian("i", sizes))
-    replaced = lookup.replaced - replaced_before
-    return SplitCounts(len(sizes), len(tokens), tokens.count(Dictionary.unk_index), replaced)
+    return SplitCounts(len(sizes), len(tokens), tokens.count(Dictionary.unk_index), lookup.replaced)
 
 
 def sizes_path(part: Path) -> Path:
