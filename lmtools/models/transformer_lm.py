@@ -14,6 +14,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lmtools.models.architectures import ActivationName, TransformerLMConfig
 
@@ -108,7 +109,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, query_start: int = 0) -> Tensor:
         """`(B, T, E)` to `(B, T - query_start, E)`: the outputs from position `query_start` on."""
         normed = self.self_attn_layer_norm(x) if self.normalize_before else x
-        x = x[:, query_start:] + self.dropout(self.self_attn(normed, query_start))
+        x = x[:, query_start:] + self.dropout(self.self_attn(normed, query_start=query_start))
         if not self.normalize_before:
             x = self.self_attn_layer_norm(x)
 
@@ -133,6 +134,9 @@ def _activate(x: Tensor, name: ActivationName) -> Tensor:
 class TransformerLM(nn.Module):
     """The whole model: tokens in, logits out."""
 
+    checkpoint_activations: bool
+    """Keep only each block's input during training and compute the rest again in the backward pass."""
+
     def __init__(self, config: TransformerLMConfig) -> None:
         super().__init__()
         embed_dim = config.decoder_embed_dim
@@ -154,6 +158,7 @@ class TransformerLM(nn.Module):
             nn.LayerNorm(embed_dim) if config.decoder_normalize_before and not config.no_decoder_final_norm else None
         )
         self.output_projection = nn.Linear(embed_dim, config.vocab_size, bias=False)
+        self.checkpoint_activations = False
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -188,7 +193,11 @@ class TransformerLM(nn.Module):
         x = self.dropout(x)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            x = layer(x, score_from if index == last else 0)
+            query_start = score_from if index == last else 0
+            if self.checkpoint_activations and self.training:
+                x = checkpoint(layer, x, query_start=query_start, use_reentrant=False)
+            else:
+                x = layer(x, query_start=query_start)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
         return x

@@ -12,37 +12,80 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
-from lmtools.parallel.plans import Plan, Split, shard_bounds, split_of
+from lmtools.parallel.plans import Plan, SequencePlan, Split, matches_any, shard_bounds, split_of
 
 ReadSlice = Callable[[str, tuple[slice, ...]], Tensor]
 """Reads part of a whole (unsplit) parameter: its name and one slice for each dimension."""
 
 
-def parallelize(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh) -> None:
+def parallelize(
+    model: nn.Module, plan: Plan, tp_mesh: DeviceMesh, *, sequence_plan: SequencePlan | None = None
+) -> None:
     """Split a model over the tensor-parallel ranks, in place. Every rank of `tp_mesh` must call it.
 
     Vocabularies that the ranks do not divide are cut unevenly, as DTensor does, so no row is ever added.
 
     Args:
         model: any module whose parameters `plan` names; parameters may be on the meta device.
-        plan: the model's row in `lmtools.parallel.plans`.
+        plan: the model's table in `lmtools.parallel.plans`.
         tp_mesh: one-dimensional mesh of the tp ranks.
+        sequence_plan: split what lies between the split layers along the sequence (Korthikanti et al. 2022); the ranks
+            must divide the length of every batch.
     """
     ties = _tied_names(model)
     styles: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            style = _style(module, split_of(f"{name}.weight", plan))
+            style = _style(name, module, split_of(f"{name}.weight", plan), sequence_plan)
             if style is not None:
                 styles[name] = style
     parallelize_module(model, tp_mesh, styles)
+    if sequence_plan is not None:
+        _split_sequence(model, tp_mesh, sequence_plan)
     # Splitting replaced each module's parameters by its own DTensors: what was one tensor must be one again.
     for first, *others in ties:
         for other in others:
             _set_parameter(model, other, model.get_parameter(first))
+
+
+def _style(name: str, module: nn.Module, split: Split, sequence_plan: SequencePlan | None) -> ParallelStyle | None:
+    # Between the layers an activation is whole on every rank, or each rank has its part of the sequence (dimension 1).
+    between: Placement = Replicate() if sequence_plan is None else Shard(1)
+    gathered = sequence_plan is not None and matches_any(name.rpartition(".")[0], sequence_plan.gather)
+    match split:
+        case Split.COLUMN:
+            return ColwiseParallel(input_layouts=Replicate() if gathered else between)
+        case Split.ROW:
+            return RowwiseParallel(output_layouts=between)
+        case Split.VOCABULARY if isinstance(module, nn.Embedding):
+            return RowwiseParallel(input_layouts=Replicate())
+        case Split.VOCABULARY:
+            # Logits stay split, for a cross-entropy under `loss_parallel` that never gathers them.
+            return ColwiseParallel(input_layouts=between, use_local_output=False)
+        case Split.REPLICATED:
+            return None
+
+
+def _split_sequence(model: nn.Module, tp_mesh: DeviceMesh, sequence_plan: SequencePlan) -> None:
+    cut = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True)
+    gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True)
+    styles: dict[str, ParallelStyle] = {sequence_plan.enter: cut}
+    for name, _ in model.named_modules():
+        if matches_any(name, sequence_plan.gather):
+            styles[name] = gather
+        elif matches_any(name, sequence_plan.norms):
+            styles[name] = SequenceParallel(use_local_output=True)
+    parallelize_module(model, tp_mesh, styles)
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
@@ -55,21 +98,6 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     owner, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(owner), attribute, parameter)
-
-
-def _style(module: nn.Module, split: Split) -> ParallelStyle | None:
-    match split:
-        case Split.COLUMN:
-            return ColwiseParallel()
-        case Split.ROW:
-            return RowwiseParallel()
-        case Split.VOCABULARY if isinstance(module, nn.Embedding):
-            return RowwiseParallel(input_layouts=Replicate())
-        case Split.VOCABULARY:
-            # Logits stay split, for a cross-entropy under `loss_parallel` that never gathers them.
-            return ColwiseParallel(use_local_output=False)
-        case Split.REPLICATED:
-            return None
 
 
 def local_slices(parameter: Tensor, shape: Sequence[int]) -> tuple[slice, ...]:

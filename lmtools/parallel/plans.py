@@ -10,6 +10,7 @@ contiguously mixes heads), and the bias of a row-split layer is whole on every r
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
 
@@ -60,6 +61,31 @@ TRANSFORMER_LM_SPLIT_DROPOUT: ModulePatterns = ("layers.*.self_attn", "layers.*.
 """Modules that drop elements of activations of which each tp rank holds its own part."""
 
 
+@dataclass(frozen=True)
+class SequencePlan:
+    """Where, under sequence parallelism, each tp rank holds its own part of the sequence.
+
+    Attributes:
+        enter: the module whose input is cut along the sequence; all that follows is cut.
+        gather: modules that need the whole sequence; their input is gathered once, for all layers in them.
+        norms: norms within the cut part.
+        dropout: modules that drop elements within the cut part.
+    """
+
+    enter: str
+    gather: ModulePatterns
+    norms: ModulePatterns
+    dropout: ModulePatterns
+
+
+TRANSFORMER_LM_SEQUENCE = SequencePlan(
+    enter="layers.0",
+    gather=("layers.*.self_attn",),
+    norms=("layers.*.self_attn_layer_norm", "layers.*.final_layer_norm", "layer_norm"),
+    dropout=("layers.*.dropout",),
+)
+
+
 def split_of(name: str, plan: Plan) -> Split:
     """The one row of the plan that a parameter matches.
 
@@ -70,6 +96,11 @@ def split_of(name: str, plan: Plan) -> Split:
     if len(matches) != 1:
         raise KeyError(f"{name} matches {len(matches)} rows of the plan, expected 1")
     return matches[0]
+
+
+def matches_any(name: str, patterns: ModulePatterns) -> bool:
+    """Whether a module's name matches one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def unused_patterns(names: Iterable[str], plan: Plan) -> list[str]:

@@ -13,13 +13,12 @@ replays the shared stream, and so the module's own too.
 from __future__ import annotations
 
 import hashlib
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lmtools.parallel.plans import ModulePatterns
+from lmtools.parallel.plans import ModulePatterns, matches_any
 
 
 def stream_seed(*parts: int | str) -> int:
@@ -43,7 +42,7 @@ def split_dropout(model: nn.Module, patterns: ModulePatterns, *, tp_rank: int, d
         device: where the model computes.
     """
     for name, module in model.named_modules():
-        if any(fnmatchcase(name, pattern) for pattern in patterns):
+        if matches_any(name, patterns):
             stream = _OwnStream(tp_rank, _default_generator(device))
             module.register_forward_pre_hook(stream.enter)
             module.register_forward_hook(stream.leave, always_call=True)

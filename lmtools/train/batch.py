@@ -39,7 +39,7 @@ class Batch:
     num_tokens: int
 
 
-def make_batch(stream: Tokens, blocks: Offsets, block_ids: BlockIds, *, eos_index: int) -> Batch:
+def make_batch(stream: Tokens, blocks: Offsets, block_ids: BlockIds, *, eos_index: int, multiple: int = 1) -> Batch:
     """Cut blocks out of the stream. A batch without blocks is one ignored token, so that its rank can take part.
 
     Args:
@@ -47,10 +47,11 @@ def make_batch(stream: Tokens, blocks: Offsets, block_ids: BlockIds, *, eos_inde
         blocks: int64 `(num_blocks, 2)`, start and end of each.
         block_ids: which of them.
         eos_index: stands before the stream's first token.
+        multiple: the rectangle's width is padded to a multiple of this.
     """
     spans = blocks[block_ids]
     lengths = spans[:, 1] - spans[:, 0]
-    shape = (max(len(spans), 1), int(lengths.max(initial=1)))
+    shape = (max(len(spans), 1), -(-int(lengths.max(initial=1)) // multiple) * multiple)
     tokens = np.full(shape, PAD_INDEX, dtype=np.int64)
     targets = np.full(shape, IGNORED, dtype=np.int64)
     for row, (start, end) in enumerate(spans.tolist()):

@@ -161,8 +161,7 @@ def resolve(file: Path | None, flags: Mapping[str, Any]) -> Run:
             raise ConfigError(f"{file}: unknown key {name!r}{hint}")
     train = _validated(TrainConfig, {name: value for name, value in given.items() if name in TRAIN_FIELDS}, file)
     if train.arch not in ARCHITECTURES:
-        near = difflib.get_close_matches(train.arch, ARCHITECTURES, n=1)
-        raise ConfigError(f"--arch {train.arch}: expected one of {', '.join(ARCHITECTURES)}{f'; did you mean {near[0]}?' if near else ''}")
+        raise ConfigError(f"--arch {train.arch}: expected one of {', '.join(ARCHITECTURES)}")
     overrides = {name: value for name, value in given.items() if name in MODEL_FIELDS}
     overrides.setdefault("max_target_positions", train.tokens_per_sample)
     preset = dataclasses.asdict(ARCHITECTURES[train.arch](vocab_size=1, **overrides))

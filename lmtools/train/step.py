@@ -18,7 +18,7 @@ from lmtools.train.batch import IGNORED, Batch
 
 
 def loss_sum(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
-    """Negative log-likelihood of a batch, in nats, summed over its targets; float32 or wider whatever the model's dtype.
+    """Negative log-likelihood of a batch, in nats, summed over its targets; float32 or wider.
 
     Logits that are split over the vocabulary stay split: call it, and backward on its result, under `loss_parallel`.
 
@@ -42,7 +42,7 @@ def forward_backward(model: nn.Module, batch: Batch, device: torch.device, *, lo
     """
     with loss_parallel():
         loss = loss_sum(model, batch, device)
-        (loss * loss_scale).backward()
+        (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
     value = loss.detach()
     return (value.full_tensor() if isinstance(value, DTensor) else value).double()
 
@@ -53,10 +53,10 @@ def sum_gradients_over_dp(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Non
         return
     gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     for bucket in _buckets(gradients, 64 << 20):
-        flat = _flatten_dense_tensors(bucket)
+        flat = _flatten_dense_tensors(bucket)  # type: ignore[no-untyped-call]
         dist.all_reduce(flat, group=mesh.dp_mesh.get_group())
-        for gradient, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
-            gradient.copy_(summed)
+        summed = _unflatten_dense_tensors(flat, bucket)  # type: ignore[no-untyped-call]
+        torch._foreach_copy_(bucket, summed)
 
 
 def _buckets(tensors: Sequence[Tensor], max_bytes: int) -> Iterable[list[Tensor]]:

@@ -14,12 +14,12 @@ from lmtools.models.architectures import transformer_lm
 from lmtools.models.transformer_lm import TransformerLM, initialize_parameter
 from lmtools.parallel.mesh import make_mesh
 from lmtools.parallel.parallelize import local_slices, materialize, parallelize, seeded_values
-from lmtools.parallel.plans import TRANSFORMER_LM
+from lmtools.parallel.plans import TRANSFORMER_LM, TRANSFORMER_LM_SEQUENCE
 
 VOCAB_SIZE = 37  # a prime: no number of ranks divides it
 
 
-def build(tp_size: int, *, tied: bool, pre_norm: bool) -> TransformerLM:
+def build(tp_size: int, *, tied: bool, pre_norm: bool, sequence_parallel: bool = False) -> TransformerLM:
     config = transformer_lm(
         VOCAB_SIZE,
         decoder_layers=2,
@@ -36,7 +36,7 @@ def build(tp_size: int, *, tied: bool, pre_norm: bool) -> TransformerLM:
     if tp_size > 1:
         mesh = make_mesh(torch.device("cpu"), dp=1, tp=tp_size).tp_mesh
         assert mesh is not None
-        parallelize(model, TRANSFORMER_LM, mesh)
+        parallelize(model, TRANSFORMER_LM, mesh, sequence_plan=TRANSFORMER_LM_SEQUENCE if sequence_parallel else None)
 
     def nonzero_everywhere(name: str, tensor: Tensor, generator: torch.Generator) -> None:
         initialize_parameter(name, tensor, generator)
@@ -48,11 +48,11 @@ def build(tp_size: int, *, tied: bool, pre_norm: bool) -> TransformerLM:
     return model
 
 
-def loss_and_gradients(tp_size: int, tied: bool, pre_norm: bool) -> dict[str, Tensor]:
-    model = build(tp_size, tied=tied, pre_norm=pre_norm)
+def loss_and_gradients(tp_size: int, tied: bool, pre_norm: bool, sequence_parallel: bool = False) -> dict[str, Tensor]:
+    model = build(tp_size, tied=tied, pre_norm=pre_norm, sequence_parallel=sequence_parallel)
     generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(0, VOCAB_SIZE, (3, 9), generator=generator)
-    targets = torch.randint(0, VOCAB_SIZE, (27,), generator=generator)
+    tokens = torch.randint(0, VOCAB_SIZE, (3, 8), generator=generator)
+    targets = torch.randint(0, VOCAB_SIZE, (24,), generator=generator)
     logits = model(tokens).flatten(0, 1)
     if tp_size > 1:
         assert isinstance(logits, DTensor)
@@ -73,9 +73,10 @@ def loss_and_gradients(tp_size: int, tied: bool, pre_norm: bool) -> dict[str, Te
 
 @pytest.mark.parametrize("tp_size", [2, 4])
 @pytest.mark.parametrize(("tied", "pre_norm"), [(True, True), (False, False)])
-def test_split_equals_whole(tp_size, tied, pre_norm):
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_split_equals_whole(tp_size, tied, pre_norm, sequence_parallel):
     whole = loss_and_gradients(1, tied, pre_norm)
-    for split in run_ranks(tp_size, loss_and_gradients, tp_size, tied, pre_norm):
+    for split in run_ranks(tp_size, loss_and_gradients, tp_size, tied, pre_norm, sequence_parallel):
         assert split.keys() == whole.keys()
         for name, value in whole.items():
             torch.testing.assert_close(

@@ -1,0 +1,56 @@
+"""The model of a run, split over the mesh and filled with its initial values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from lmtools.models.architectures import TransformerLMConfig
+from lmtools.models.transformer_lm import TransformerLM, initialize_parameter
+from lmtools.parallel.mesh import Mesh
+from lmtools.parallel.parallelize import ReadSlice, materialize, parallelize, seeded_values
+from lmtools.parallel.plans import TRANSFORMER_LM, TRANSFORMER_LM_SEQUENCE, TRANSFORMER_LM_SPLIT_DROPOUT
+from lmtools.parallel.random import split_dropout
+from lmtools.train.config import TrainConfig
+
+
+def build_model(
+    config: TrainConfig,
+    model_fields: Mapping[str, Any],
+    vocab_size: int,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype,
+    read: ReadSlice | None = None,
+) -> TransformerLM:
+    """Build, split and fill the model. Every rank must call it.
+
+    Args:
+        config: the run.
+        model_fields: the fields of `TransformerLMConfig`, without `vocab_size`.
+        vocab_size: types of the dictionary, or rows of the checkpoint that the model starts from.
+        mesh: where we are.
+        dtype: of the parameters.
+        read: where initial values come from; None makes them up from (seed, parameter name).
+    """
+    with torch.device("meta"):
+        model = TransformerLM(TransformerLMConfig(vocab_size=vocab_size, **model_fields))
+    if mesh.tp_mesh is not None:
+        sequence_plan = TRANSFORMER_LM_SEQUENCE if config.sequence_parallel else None
+        parallelize(model, TRANSFORMER_LM, mesh.tp_mesh, sequence_plan=sequence_plan)
+        split = (*TRANSFORMER_LM_SPLIT_DROPOUT, *(sequence_plan.dropout if sequence_plan else ()))
+        split_dropout(model, split, tp_rank=mesh.tp_rank, device=mesh.device)
+    read = read or seeded_values(model, initialize_parameter, config.seed)
+    materialize(model, read, device=mesh.device, dtype=dtype)
+    model.checkpoint_activations = config.checkpoint_activations
+    if config.compile:
+        for layer in model.layers:
+            layer.compile()
+    if mesh.dp_mesh is not None and config.zero:
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh.dp_mesh, reshard_after_forward=config.zero == 3)
+        fully_shard(model, mesh=mesh.dp_mesh, reshard_after_forward=config.zero == 3)
+    return model.train()
