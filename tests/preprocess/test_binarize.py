@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import os
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FuturesTimeoutError
 from pathlib import Path
 
 import pytest
@@ -433,6 +435,22 @@ def test_a_text_keeps_its_own_manifest(tmp_path: Path) -> None:
     text = write(tmp_path / "test", "a\n")
     with pytest.raises(ConfigError, match=r"the manifest of the split test would take the place of this text's own"):
         binarize(BinarizeJob({"test": str(text)}, tmp_path, str(write(tmp_path / "d", "a 1\n")), None))
+
+
+def test_a_run_waits_while_another_one_moves_its_files_in(tmp_path: Path) -> None:
+    job = use(tmp_path, "a 1\n", test="a\n")
+    job.destdir.mkdir()
+    folder = os.open(job.destdir, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(binarize, job)
+        with pytest.raises(FuturesTimeoutError):
+            running.result(timeout=0.5)
+        assert list(job.destdir.glob(".binarize.*/test.meta.json"))
+        assert not list(job.destdir.glob("[!.]*"))
+        os.close(folder)
+        running.result(timeout=20)
+    assert sentences(job.destdir / "test") == [[4, 2]]
 
 
 def test_a_run_that_is_interrupted_while_files_are_moved_leaves_no_mixed_split(
