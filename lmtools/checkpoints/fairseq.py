@@ -125,6 +125,7 @@ def open_fairseq(path: str | Path) -> FairseqCheckpoint:
     for part, content in zip(paths, contents, strict=True):
         if not isinstance(content, Mapping) or not isinstance(content.get("model"), Mapping):
             raise CheckpointError(f"{part}: holds no `model`, expected a fairseq checkpoint")
+    _require_one_set(paths, contents)
     settings = model_settings(plain({key: contents[0].get(key) for key in ("args", "cfg")}), str(paths[0]))
     _require_all_parts(paths, settings)
     parts = [_rename(content["model"], part) for part, content in zip(paths, contents, strict=True)]
@@ -183,6 +184,16 @@ def _require_all_parts(paths: Sequence[Path], settings: Mapping[str, Any]) -> No
         if expected > len(paths):
             _require_numbers(range(len(paths)), expected, paths[0].parent / match["stem"])
         raise CheckpointError(f"{paths[0].parent}: {len(paths)} parts, but the checkpoint was written by {expected}")
+
+
+def _require_one_set(paths: Sequence[Path], contents: Sequence[Mapping[str, Any]]) -> None:
+    """Parts that lmtools wrote carry the id of their set; fairseq's carry none."""
+    ids = [
+        origin.get("set_id") if isinstance(origin := content.get("lmtools"), Mapping) else None for content in contents
+    ]
+    for path, set_id in zip(paths, ids, strict=True):
+        if set_id != ids[0]:
+            raise CheckpointError(f"{path}: belongs to another set of parts than {paths[0].name}; keep sets apart")
 
 
 def _rename(state: Mapping[str, Any], path: Path) -> dict[str, LazyTensor]:
