@@ -14,10 +14,14 @@ import typer
 
 from lmtools import __version__
 from lmtools.cli.binarize import binarize
+from lmtools.cli.bpe_decode import bpe_decode
+from lmtools.cli.bpe_encode import bpe_encode
+from lmtools.cli.detok import detok
 from lmtools.cli.download import download
 from lmtools.cli.eval import evaluate
+from lmtools.cli.many_values import ManyValuesCommand
 from lmtools.cli.renorm_ppl import renorm_ppl
-from lmtools.errors import LmtoolsError, WorkerError
+from lmtools.errors import ConfigError, LmtoolsError, WorkerError
 from lmtools.parallel.launch import prefix_of_rank, worker
 
 app = typer.Typer(
@@ -25,6 +29,7 @@ app = typer.Typer(
     help="Train and evaluate sharded language models, from raw text to a perplexity you can trust.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # a bug keeps its plain traceback
+    rich_markup_mode=None,  # boxes cut long option names off, and loading rich would double the time of --help
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -46,6 +51,9 @@ def _options(
 
 
 app.command("binarize")(binarize)
+app.command("bpe-decode", cls=ManyValuesCommand)(bpe_decode)
+app.command("bpe-encode", cls=ManyValuesCommand)(bpe_encode)
+app.command("detok")(detok)
 app.command("download")(download)
 app.command("eval")(evaluate)
 app.command("renorm-ppl")(renorm_ppl)
@@ -53,7 +61,10 @@ app.command("renormalize-ppl", hidden=True)(renorm_ppl)
 
 
 def main() -> NoReturn:
-    """Run the command line and exit: 0 done, 1 an LmtoolsError (one line on stderr), 2 wrong usage, 130 Ctrl-C."""
+    """Run the command line and exit: 0 done, 1 an LmtoolsError (one line on stderr), 2 wrong usage, 130 Ctrl-C.
+
+    A ConfigError is wrong usage too: options that were understood one by one, and cannot work together.
+    """
     try:
         with worker():
             app(standalone_mode=True)
@@ -61,7 +72,7 @@ def main() -> NoReturn:
         if isinstance(error, WorkerError):
             sys.stderr.write(error.traceback)  # a bug keeps its traceback, in a worker too
         print(f"lmtools: {prefix_of_rank()}{error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
     except BrokenPipeError:
         # The reader of our standard output has gone (`| head`): nothing to say, and nobody to say it to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from lmtools.files import COMPRESSED_SUFFIXES, STDIO
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
@@ -33,6 +36,32 @@ def say(message: str) -> None:
 def print_json(result: Mapping[str, Any]) -> None:
     """One JSON object on stdout; never a bare NaN or Infinity, which are not JSON."""
     print(json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def report_to(outputs: Sequence[str], *, as_json: bool) -> Callable[[str], None]:
+    """Where a command's result goes: to standard output, unless its data goes there."""
+    if STDIO not in outputs:
+        return print
+    if as_json:
+        raise typer.BadParameter("standard output has the data already; name a file", param_hint="--json")
+    return say
+
+
+def useful_workers(workers: int) -> int:
+    """As many processes as there are cores for them, and a line to say so when that is fewer than were asked for."""
+    from lmtools.preprocess.lines import available_cores
+
+    cores = available_cores()
+    if workers > cores:
+        say(f"--workers {workers}: {cores} are used, one for each core")
+    return min(workers, cores)
+
+
+def input_bytes(paths: Sequence[str]) -> int | None:
+    """The size of all inputs together, or None if it is not known before they are read."""
+    if any(not Path(path).is_file() or Path(path).suffix in COMPRESSED_SUFFIXES for path in paths):
+        return None
+    return sum(Path(path).stat().st_size for path in paths)
 
 
 @contextmanager

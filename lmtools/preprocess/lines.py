@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from lmtools.errors import WorkerError
+from lmtools.errors import DataError, WorkerError
 from lmtools.files import COMPRESSED_SUFFIXES, STDIO, disk_errors, open_binary
 
 Item = TypeVar("Item")
@@ -142,6 +142,22 @@ def read_lines(byte_range: ByteRange) -> Iterator[bytes]:
             yield line
 
 
+def read_text_lines(byte_range: ByteRange) -> Iterator[str]:
+    """The lines of a range as text, each with its line end.
+
+    Raises:
+        DataError: a line is not UTF-8 (which lone surrogates are not).
+    """
+    for number, line in enumerate(read_lines(byte_range)):
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{byte_range.source}:{byte_range.first_line_number() + number}: not UTF-8 "
+                f"(byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line); convert the text first"
+            ) from error
+
+
 def _chunks(path: Path, start: int, end: int) -> Iterator[bytes]:
     with open(path, "rb", buffering=0) as stream:
         stream.seek(start)
@@ -184,9 +200,10 @@ def plain_file(path: str | Path, scratch: Path) -> Iterator[Path]:
             pass
         yield name
         return
-    copy = scratch / f"plain.{name.name}"
+    descriptor, copy_name = tempfile.mkstemp(prefix=f"{name.name}.", dir=scratch)
+    copy = Path(copy_name)
     try:
-        with disk_errors(copy), open(copy, "wb") as target, open_binary(path) as source:
+        with disk_errors(copy), os.fdopen(descriptor, "wb") as target, open_binary(path) as source:
             shutil.copyfileobj(source, target, _READ_BYTES)
         yield copy
     finally:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from lmtools.artifacts import FileRecord, Manifest, OriginalText, write_manifest
+from lmtools.artifacts import FileRecord, Manifest, OriginalText, is_unchanged, read_manifest, write_manifest
 from lmtools.errors import ConfigError, DataError
 from lmtools.files import STDIO, atomic_write, sha256_file
 from lmtools.preprocess.lines import (
@@ -90,7 +90,7 @@ def transform(
         DataError: an input is missing or broken, or they differ in their number of lines; what the task raises.
         LmtoolsError: the disk is full or may not be written.
     """
-    _require_pairs(inputs, outputs)
+    require_pairs(inputs, outputs)
     with ExitStack() as stack:
         scratch = stack.enter_context(scratch_folder(outputs[0]))
         plain = [stack.enter_context(plain_file(source, scratch)) for source in inputs]
@@ -119,16 +119,22 @@ def transform(
     return Transformed(results, input_records, output_records)
 
 
-def _require_pairs(inputs: Sequence[str], outputs: Sequence[str]) -> None:
+def require_pairs(inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Check the names that a command was given.
+
+    Raises:
+        ConfigError: there are not as many outputs as inputs; two outputs are one file; standard input is named twice.
+    """
     if len(inputs) != len(outputs) or not inputs:
         raise ConfigError(
-            f"found {len(inputs)} input(s) ({', '.join(inputs)}) and {len(outputs)} output(s) ({', '.join(outputs)}); "
-            "every input needs an output"
+            f"expected an output for every input, found {len(inputs)} input(s) ({', '.join(inputs)}) and "
+            f"{len(outputs)} output(s) ({', '.join(outputs)})"
         )
-    for kind, names in (("output", outputs), ("input", [name for name in inputs if name == STDIO])):
-        for name in names:
-            if names.count(name) > 1:
-                raise ConfigError(f"{name}: named as more than one {kind}")
+    for name in outputs:
+        if sum(Path(name).absolute() == Path(other).absolute() for other in outputs) > 1:
+            raise ConfigError(f"{name}: named as the output of more than one input")
+    if inputs.count(STDIO) > 1:
+        raise ConfigError("standard input (-) can be read as one input only")
 
 
 def _cut_at_the_same_lines(
@@ -163,7 +169,32 @@ def write_manifests(
     counts: Sequence[Mapping[str, Any]],
     originals: Sequence[OriginalText | None],
 ) -> None:
-    """Write the manifest of every output, each with its own counts; all of them name all inputs."""
-    files = [output for output in outputs if output != STDIO]
-    for output, record, of_output, original in zip(files, done.outputs, counts, originals, strict=True):
-        write_manifest(output, Manifest(tool, options, done.inputs, [record], of_output, original))
+    """Write a manifest beside every output that is a file; each names all inputs, in order.
+
+    Args:
+        outputs: the outputs' names.
+        done: what `transform` returned.
+        tool: the command.
+        options: what the outputs depend on beside the inputs.
+        counts: of each output.
+        originals: counts of the text that each output comes from, or None.
+    """
+    records = iter(done.outputs)
+    for output, of_output, original in zip(outputs, counts, originals, strict=True):
+        if output != STDIO:
+            write_manifest(output, Manifest(tool, options, done.inputs, [next(records)], of_output, original))
+
+
+def carried_original(source: str, record: FileRecord) -> OriginalText | None:
+    """The counts of the original text from the manifest of an input, if it describes the input that was read."""
+    manifest = read_manifest(source)
+    return manifest.original if manifest is not None and record in manifest.outputs else None
+
+
+def manifests_if_unchanged(
+    outputs: Sequence[str], *, tool: str, options: Mapping[str, Any], inputs: Sequence[str]
+) -> list[Manifest] | None:
+    """The manifest of every output, if the same command, options and inputs made all that is there; else None."""
+    if not all(is_unchanged(output, tool=tool, options=options, inputs=inputs) for output in outputs):
+        return None
+    return [manifest for output in outputs if (manifest := read_manifest(output)) is not None]
