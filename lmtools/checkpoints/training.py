@@ -124,10 +124,14 @@ class CheckpointWriter:
         """
         assert self._pending is None, "a save is under way"
         temporary = _temporary(target)
+        problem = ""
         if self._mesh.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        _barrier(self._mesh)
+            try:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+            except OSError as error:
+                problem = _cause(error)
+        _require_none(problem, target, self._mesh)
         future = dcp.async_save(
             dict(tensors),
             storage_writer=dcp.FileSystemWriter(temporary, sync_files=True),
@@ -163,15 +167,20 @@ class CheckpointWriter:
                 atomic_write_text(temporary / RECORD_NAME, json.dumps(record, indent=2) + "\n")
         except (CheckpointException, LmtoolsError, OSError, RuntimeError) as error:
             problem = _cause(error)
-        problems = _from_all_ranks(problem, self._mesh)
-        if any(problems):
+        try:
+            _require_none(problem, target, self._mesh)
+        except CheckpointError:
             if self._mesh.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(f"{target}: could not be written: {next(filter(None, problems))}")
+            raise
         if self._mesh.rank == 0:
-            if target.exists():  # the same update again, after a resume
-                shutil.rmtree(target)
-            temporary.rename(target)
+            if target.exists():  # the same update again, after a resume from an earlier one
+                old = temporary.with_suffix(".old")
+                target.rename(old)
+                temporary.rename(target)
+                shutil.rmtree(old)
+            else:
+                temporary.rename(target)
             fsync_directory(target.parent)
         _barrier(self._mesh)
         return target
@@ -246,12 +255,14 @@ def load_tensors(path: str | Path, tensors: Mapping[str, Tensor], mesh: Mesh) ->
         raise CheckpointError(f"{path}: broken: {_cause(error)}") from error
 
 
-def _from_all_ranks(text: str, mesh: Mesh) -> list[str]:
-    if mesh.world_size == 1:
-        return [text]
-    texts: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(texts, text)
-    return [str(each) for each in texts]
+def _require_none(problem: str, target: Path, mesh: Mesh) -> None:
+    """Raise on every rank what any rank has met; "" is nothing."""
+    problems: list[Any] = [problem]
+    if mesh.world_size > 1:
+        problems = [None] * mesh.world_size
+        dist.all_gather_object(problems, problem)
+    if any(problems):
+        raise CheckpointError(f"{target}: could not be written: {next(filter(None, problems))}")
 
 
 def _barrier(mesh: Mesh) -> None:

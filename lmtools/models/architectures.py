@@ -8,7 +8,7 @@ fairseq/examples/truncated_bptt/transformer_xl_model.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -190,6 +190,23 @@ def transformer_lm_megatron(vocab_size: int, **overrides: Any) -> TransformerLMC
 def transformer_lm_megatron_11b(vocab_size: int, **overrides: Any) -> TransformerLMConfig:
     """Megatron-11b: as `transformer_lm_megatron` with a feed-forward of 6 d."""
     return transformer_lm_megatron(vocab_size, **({"decoder_ffn_embed_dim": 3072 * 6} | overrides))
+
+
+def training_flops_per_token(*, vocab_size: int, tokens_per_sample: int, fields: Mapping[str, Any]) -> float:
+    """Floating-point operations of forward and backward, for one token of a full block.
+
+    Counted are matrix products: 2 for each weight and 2 * width for each token attended to, half a block on average;
+    three times that with the backward pass. Recomputed activations are not counted, since they are no use.
+
+    Args:
+        vocab_size: rows of the output projection.
+        tokens_per_sample: length of a block.
+        fields: the fields of `TransformerLMConfig`.
+    """
+    embed_dim, ffn_dim = fields["decoder_embed_dim"], fields["decoder_ffn_embed_dim"]
+    weights = fields["decoder_layers"] * (4 * embed_dim**2 + 2 * embed_dim * ffn_dim) + vocab_size * embed_dim
+    attention = fields["decoder_layers"] * 2 * 2 * embed_dim * (tokens_per_sample + 1) / 2
+    return float(3 * (2 * weights + attention))
 
 
 ARCHITECTURES: dict[str, Callable[..., TransformerLMConfig]] = {

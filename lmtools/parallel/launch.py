@@ -53,6 +53,11 @@ def is_worker() -> bool:
     return {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()
 
 
+def has_launcher() -> bool:
+    """Whether this process is a worker of `run_workers`, which catches the user's signals for its workers."""
+    return _LAUNCHER_PID in os.environ and is_worker()
+
+
 def prefix_of_rank() -> str:
     """`rank 3: ` in a worker, for a message that it prints itself; empty in any other process."""
     return f"rank {os.environ['RANK']}: " if is_worker() else ""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -22,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lmtools.parallel.plans import Plan, SequencePlan, Split, matches_any, shard_bounds, split_of
+from lmtools.parallel.plans import Plan, SequencePlan, Split, matches_any, split_of
 
 ReadSlice = Callable[[str, tuple[slice, ...]], Tensor]
 """Reads part of a whole (unsplit) parameter: its name and one slice for each dimension."""
@@ -100,7 +101,7 @@ def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None
     setattr(model.get_submodule(owner), attribute, parameter)
 
 
-def local_slices(parameter: Tensor, shape: Sequence[int]) -> tuple[slice, ...]:
+def local_slices(parameter: Tensor, shape: torch.Size) -> tuple[slice, ...]:
     """Which part of a whole tensor of `shape` lives on this rank.
 
     Args:
@@ -110,17 +111,10 @@ def local_slices(parameter: Tensor, shape: Sequence[int]) -> tuple[slice, ...]:
     Returns:
         One slice for each dimension.
     """
-    slices = [slice(0, length) for length in shape]
-    if isinstance(parameter, DTensor):
-        coordinate = parameter.device_mesh.get_coordinate()
-        assert coordinate is not None, "this rank is not part of the parameter's mesh"
-        for mesh_dim, placement in enumerate(parameter.placements):
-            if placement.is_shard():
-                dim: int = placement.dim  # type: ignore[attr-defined]
-                start, stop = slices[dim].start, slices[dim].stop
-                low, high = shard_bounds(stop - start, parameter.device_mesh.size(mesh_dim), coordinate[mesh_dim])
-                slices[dim] = slice(start + low, start + high)
-    return tuple(slices)
+    if not isinstance(parameter, DTensor):
+        return tuple(slice(0, length) for length in shape)
+    sizes, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
 def materialize(model: nn.Module, read: ReadSlice, *, device: torch.device, dtype: torch.dtype) -> None:

@@ -4,7 +4,7 @@ Activations that every tp rank holds whole must lose the same elements on every 
 holds its own part (attention heads, the feed-forward's hidden units) must not repeat one rank's mask on the others. And
 a run that is resumed, here or on another mesh of the same dp, must draw what it would have drawn.
 
-So nothing is carried on: before each batch the generator is seeded from (run seed, update, batch of the update,
+So nothing is carried on: before each batch the generator is seeded from (run seed, place in the data,
 dp_rank), the same on all tp ranks. A module whose activations are split draws one number from that stream, and from the
 number and its tp_rank a stream of its own for as long as it runs. Recomputing a block under activation checkpointing
 replays the shared stream, and so the module's own too.
@@ -27,9 +27,9 @@ def stream_seed(*parts: int | str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def seed_batch(device: torch.device, *, seed: int, update: int, batch: int, dp_rank: int) -> None:
+def seed_batch(device: torch.device, *, seed: int, place: str, batch: int, dp_rank: int) -> None:
     """Seed the device's default generator for one batch. Call it on every rank before the batch's forward pass."""
-    _default_generator(device).manual_seed(stream_seed("batch", seed, update, batch, dp_rank))
+    _default_generator(device).manual_seed(stream_seed("batch", seed, place, batch, dp_rank))
 
 
 def split_dropout(model: nn.Module, patterns: ModulePatterns, *, tp_rank: int, device: torch.device) -> None:

@@ -173,11 +173,12 @@ def resolve(file: Path | None, flags: Mapping[str, Any]) -> Run:
 
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        values: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not TOML: {error}") from error
+    return values
 
 
 def _validated(record: type[Any], values: Mapping[str, Any], file: Path | None) -> Any:

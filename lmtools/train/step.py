@@ -103,15 +103,10 @@ def _num_copies(parameter: nn.Parameter, mesh: Mesh) -> int:
         return mesh.world_size
     num_pieces = 1
     for mesh_dim, placement in enumerate(parameter.placements):
-        if placement.is_shard():
+        # Not `is_shard`, which is false for the placement of a dimension that dp and tp both cut.
+        if getattr(placement, "dim", None) is not None:
             num_pieces *= parameter.device_mesh.size(mesh_dim)
     return mesh.world_size // num_pieces
-
-
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply all gradients, in place."""
-    if factor != 1.0:
-        torch._foreach_mul_([_local(p.grad) for p in parameters if p.grad is not None], factor)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,0 +1,300 @@
+"""What a run shows and records: one line on the terminal, metrics.jsonl always, TensorBoard on request.
+
+metrics.jsonl has one JSON object a line: `{"kind": "update", ...}` for every update, `{"kind": "valid", ...}` for every
+validated split. A resumed run first cuts off what lies after the checkpoint that it resumes from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+
+from lmtools.errors import LmtoolsError
+from lmtools.evaluate.perplexity import nats_to_bits
+from lmtools.files import atomic_write_text, disk_errors
+from lmtools.models.architectures import training_flops_per_token
+from lmtools.parallel.mesh import Mesh
+from lmtools.train.config import Run
+from lmtools.train.validation import Validation
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from lmtools.train.loop import UpdateResult
+    from lmtools.train.state import TrainState
+
+METRICS_NAME = "metrics.jsonl"
+
+
+class Reporter:
+    """Shows and records a run; on ranks other than 0 every call does nothing."""
+
+    def __init__(self, run: Run, mesh: Mesh, vocab_size: int) -> None:
+        self._config = run.train
+        self._speaks = mesh.rank == 0
+        self._device = mesh.device
+        self._flops_per_token = training_flops_per_token(
+            vocab_size=vocab_size, tokens_per_sample=run.train.tokens_per_sample, fields=run.model
+        )
+        self._world_size = mesh.world_size
+        self._peak_flops = 0.0
+        self._metrics: IO[str] | None = None
+        self._tensorboard: SummaryWriter | None = None
+        self._line: Any = None
+        self._since = time.monotonic()
+        self._interval = _Interval()
+
+    def begin(self, num_updates: int, origin: str, num_parameters: int, dtype: torch.dtype) -> None:
+        """Open the outputs and say where the run starts from."""
+        if not self._speaks:
+            return
+        config = self._config
+        folder = Path(config.save_dir)
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            kept = [line for line in read_metrics(folder / METRICS_NAME) if line["num_updates"] <= num_updates]
+            text = "".join(json.dumps(line) + "\n" for line in kept if num_updates > 0)
+            atomic_write_text(folder / METRICS_NAME, text)
+            self._metrics = open(folder / METRICS_NAME, "a", encoding="utf-8")  # noqa: SIM115 - closed by `close`
+        self._peak_flops = matmul_flops_per_second(self._device, dtype) * self._world_size
+        if config.tensorboard_logdir is not None:
+            self._tensorboard = _open_tensorboard(config.tensorboard_logdir)
+        self._say(
+            {"kind": "start", "origin": origin, "num_parameters": num_parameters, "num_updates": num_updates},
+            f"train: {origin}; {num_parameters:,} parameters, update {num_updates:,}",
+        )
+        if config.log_format == "rich":
+            self._line = _open_line(config.max_update, num_updates)
+
+    def update(self, result: UpdateResult, state: TrainState, epoch: int) -> None:
+        """An update was made or skipped."""
+        if not self._speaks:
+            return
+        num_updates = state.progress.num_updates
+        self._write(
+            {
+                "kind": "update",
+                "num_updates": num_updates,
+                "epoch": epoch,
+                "loss_base2": _finite(nats_to_bits(result.loss_sum / result.num_tokens)),
+                "loss_sum": _finite(result.loss_sum),
+                "num_tokens": result.num_tokens,
+                "gradient_norm": _finite(result.gradient_norm),
+                "lr": result.learning_rate,
+                "loss_scale": state.scaler.scale,
+                "skipped": result.skipped,
+                "seconds": state.progress.seconds,
+            }
+        )
+        self._interval.add(result)
+        if self._line is not None:
+            self._line.update(num_updates)
+        if num_updates % self._config.log_interval == 0 or num_updates == 1:
+            self._log(result, state, epoch)
+
+    def _log(self, result: UpdateResult, state: TrainState, epoch: int) -> None:
+        now = time.monotonic()
+        elapsed, self._since = max(now - self._since, 1e-9), now
+        interval, self._interval = self._interval, _Interval()
+        tokens_per_second = interval.num_tokens / elapsed
+        loss = nats_to_bits(interval.loss_sum / interval.num_tokens) if interval.num_tokens else math.nan
+        values: dict[str, Any] = {
+            "epoch": epoch,
+            "num_updates": state.progress.num_updates,
+            "loss_base2": _finite(loss),
+            "perplexity": _finite(2**loss if loss < 1024 else math.inf),
+            "tokens_per_second": tokens_per_second,
+            "updates_per_second": interval.num_updates / elapsed,
+            "lr": result.learning_rate,
+            "gradient_norm": _finite(result.gradient_norm),
+            "loss_scale": state.scaler.scale,
+            "memory_gib": peak_memory_bytes(self._device) / 2**30,
+            "flop_utilisation": tokens_per_second * self._flops_per_token / self._peak_flops,
+        }
+        text = " | ".join(
+            [
+                f"epoch {epoch}",
+                f"update {state.progress.num_updates:,}",
+                f"loss {loss:.3f}",
+                f"ppl {values['perplexity'] or math.inf:.2f}",
+                f"{tokens_per_second:,.0f} tok/s",
+                f"{values['updates_per_second']:.2f} up/s",
+                f"lr {result.learning_rate:.3g}",
+                f"gnorm {result.gradient_norm:.3g}",
+                f"scale {state.scaler.scale:g}",
+                f"{values['memory_gib']:.2f} GiB",
+                f"{values['flop_utilisation']:.0%} of peak",
+            ]
+        )
+        if self._line is not None:
+            self._line.describe(text)
+        else:
+            self._say({"kind": "log", **values}, text)
+        self._plot("train", values, state.progress.num_updates)
+
+    def validation(self, losses: Sequence[Validation], state: TrainState) -> None:
+        """The validation splits were scored."""
+        if not self._speaks:
+            return
+        for valid in losses:
+            values = {
+                "subset": valid.subset,
+                "num_updates": state.progress.num_updates,
+                "loss_base2": _finite(valid.loss_base2),
+                "perplexity": _finite(valid.perplexity),
+                "num_tokens": valid.num_tokens,
+                "word_perplexity": valid.word_perplexity,
+                "best_loss_base2": _finite(state.progress.best_loss or math.nan),
+                "seconds": state.progress.seconds,
+            }
+            self._write({"kind": "valid", **values})
+            words = f", {valid.word_perplexity:.2f} per original token" if valid.word_perplexity else ""
+            best = state.progress.best_loss or math.nan
+            self._say(
+                {"kind": "valid", **values},
+                f"{valid.subset} | update {state.progress.num_updates:,} | loss {valid.loss_base2:.3f} | "
+                f"ppl {valid.perplexity:.2f}{words} | {valid.num_tokens:,} tokens | best {best:.3f}",
+            )
+            self._plot(valid.subset, values, state.progress.num_updates)
+        self._since = time.monotonic()  # validation is not training speed
+
+    def saved(self, path: Path) -> None:
+        """A checkpoint is complete."""
+        self._say({"kind": "saved", "path": str(path)}, f"saved {path}")
+
+    def warning(self, message: str) -> None:
+        """Something went wrong that does not end the run."""
+        self._say({"kind": "warning", "message": message}, f"warning: {message}")
+
+    def close(self) -> None:
+        """Close the outputs."""
+        for output in (self._metrics, self._tensorboard, self._line):
+            if output is not None:
+                output.close()
+        self._metrics = self._tensorboard = self._line = None
+
+    def _write(self, values: dict[str, Any]) -> None:
+        assert self._metrics is not None
+        with disk_errors(self._metrics.name):
+            self._metrics.write(json.dumps(values, allow_nan=False) + "\n")
+            self._metrics.flush()
+
+    def _say(self, values: dict[str, Any], text: str) -> None:
+        if not self._speaks or self._config.log_format == "none":
+            return
+        line = json.dumps(values, allow_nan=False) if self._config.log_format == "json" else text
+        if self._line is not None:
+            self._line.say(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def _plot(self, name: str, values: dict[str, Any], num_updates: int) -> None:
+        if self._tensorboard is None:
+            return
+        for key, value in values.items():
+            if isinstance(value, float):
+                self._tensorboard.add_scalar(f"{name}/{key}", value, num_updates)
+
+
+class _Interval:
+    """Sums since the last log line."""
+
+    def __init__(self) -> None:
+        self.loss_sum = 0.0
+        self.num_tokens = 0
+        self.num_updates = 0
+
+    def add(self, result: UpdateResult) -> None:
+        if result.skipped is None:
+            self.loss_sum += result.loss_sum
+            self.num_tokens += result.num_tokens
+        self.num_updates += 1
+
+
+class _Line:
+    """The one live line of a terminal: the last log text over a bar with the time left."""
+
+    def __init__(self, total: int | None, done: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=Console(stderr=True),
+            speed_estimate_period=120,
+        )
+        self._progress.start()
+        self._task = self._progress.add_task("", total=total, completed=done)
+
+    def update(self, done: int) -> None:
+        self._progress.update(self._task, completed=done)
+
+    def describe(self, text: str) -> None:
+        self._progress.update(self._task, description=text)
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def _open_line(total: int | None, done: int) -> _Line | None:
+    return _Line(total, done) if sys.stderr.isatty() else None
+
+
+def _open_tensorboard(folder: str) -> SummaryWriter:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise LmtoolsError("--tensorboard-logdir: TensorBoard is not installed; pip install 'lmtools[plot]'") from error
+    return SummaryWriter(folder)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; what a killed process left of its last line is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        lines.append(json.loads(line))
+    return lines
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this process has held: on the GPU, or resident where it computes on the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    scale = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
+    """What one rank reaches in a bare matrix product, the peak that utilisation is a share of; takes about 0.3 s."""
+    size = 1024 if device.type == "cpu" else 8192
+    a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    (a @ b).sum().item()
+    best = math.inf
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:
+        start = time.perf_counter()
+        (a @ b)[0, 0].item()  # waits for the GPU
+        best = min(best, time.perf_counter() - start)
+    return float(2 * size**3 / best)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
