@@ -6,7 +6,6 @@ so that `lmtools --help` and the text stages start at once.
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated, NoReturn
 
@@ -20,6 +19,7 @@ from lmtools.cli.detok import detok
 from lmtools.cli.download import download
 from lmtools.cli.eval import evaluate
 from lmtools.cli.many_values import ManyValuesCommand
+from lmtools.cli.quickstart import quickstart
 from lmtools.cli.renorm_ppl import renorm_ppl
 from lmtools.errors import ConfigError, LmtoolsError, WorkerError
 from lmtools.parallel.launch import prefix_of_rank, worker
@@ -50,13 +50,17 @@ def _options(
     pass
 
 
-app.command("binarize")(binarize)
+# Without a short_help, --help shows the beginning of the docstring, cut off at the width of the terminal.
+app.command("binarize", short_help="Turn text into .bin and .idx splits, as fairseq-preprocess does.")(binarize)
 app.command("bpe-decode", cls=ManyValuesCommand)(bpe_decode)
-app.command("bpe-encode", cls=ManyValuesCommand)(bpe_encode)
-app.command("detok")(detok)
-app.command("download")(download)
-app.command("eval")(evaluate)
-app.command("renorm-ppl")(renorm_ppl)
+app.command("bpe-encode", cls=ManyValuesCommand, short_help="Encode text with GPT-2's BPE, as fairseq's encoder does.")(
+    bpe_encode
+)
+app.command("detok", short_help="Detokenise WikiText, as fairseq's megatron_11b example does.")(detok)
+app.command("download", short_help="Fetch checkpoints, dictionaries and texts, and check them.")(download)
+app.command("eval", short_help="Score a split with a checkpoint and report its perplexity.")(evaluate)
+app.command("quickstart", short_help="Run the main job on a small text and an untrained model.")(quickstart)
+app.command("renorm-ppl", short_help="Express a perplexity per token of the original text.")(renorm_ppl)
 app.command("renormalize-ppl", hidden=True)(renorm_ppl)
 
 
@@ -73,8 +77,4 @@ def main() -> NoReturn:
             sys.stderr.write(error.traceback)  # a bug keeps its traceback, in a worker too
         print(f"lmtools: {prefix_of_rank()}{error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
-    except BrokenPipeError:
-        # The reader of our standard output has gone (`| head`): nothing to say, and nobody to say it to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     sys.exit(0)

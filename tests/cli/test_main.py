@@ -1,0 +1,167 @@
+"""What `lmtools` itself promises, whatever the command: help, version, exit codes, one line for an error."""
+
+from __future__ import annotations
+
+import errno
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import typer
+
+import lmtools
+from lmtools.cli import app, main
+from lmtools.errors import CheckpointError, ConfigError, DataError, DownloadError, LmtoolsError, WorkerError
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """The command line in this process."""
+
+    def run(*arguments: str) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["lmtools", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert isinstance(caught.value.code, int)
+        return Ran(caught.value.code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def fail(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Ran]) -> Callable[[BaseException], Ran]:
+    """A command that raises."""
+
+    def fail(error: BaseException) -> Ran:
+        def command(**_: object) -> None:
+            raise error
+
+        monkeypatch.setattr("lmtools.cli.app", command)
+        return run()
+
+    return fail
+
+
+COMMANDS = sorted(command.name for command in app.registered_commands if command.name is not None)
+
+
+def test_version(run):
+    assert run("--version") == Ran(0, f"lmtools {lmtools.__version__}\n", "")
+
+
+def test_help_has_a_whole_line_for_every_command(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    ran = run("--help")
+    assert (ran.code, ran.err) == (0, "")
+    listed = re.findall(r"^  ([a-z-]+)  +(.+)$", ran.out.partition("Commands:")[2], flags=re.MULTILINE)
+    hidden = {command.name for command in app.registered_commands if command.hidden}
+    assert [name for name, _ in listed] == [name for name in COMMANDS if name not in hidden]
+    assert [name for name, says in listed if says.endswith("...")] == [], "cut off at 80 columns"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_fits_80_columns(run, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    ran = run(command, "--help")
+    assert (ran.code, ran.err) == (0, "")
+    assert max(map(len, ran.out.splitlines())) <= 80
+    assert "…" not in ran.out, "an option's name is cut off"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_says_what_it_does(command):
+    parameters = typer.main.get_command(app).commands[command].params
+    assert [parameter.name for parameter in parameters if not parameter.help] == []
+
+
+def test_no_command_shows_the_help(run):
+    ran = run()
+    assert ran.code == 2
+    assert "Commands:" in ran.out + ran.err
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["--nonsense"], ["renorm-ppl", "--nonsense"], ["renorm-ppl", "x"]])
+def test_wrong_usage_exits_2_and_leaves_stdout_empty(run, arguments):
+    ran = run(*arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert "Error: " in ran.err
+
+
+@pytest.mark.parametrize("kind", [LmtoolsError, DataError, CheckpointError, DownloadError, WorkerError])
+def test_an_error_is_one_line_and_exits_1(fail, kind):
+    assert fail(kind("dict.txt:3: what is wrong")) == Ran(1, "", "lmtools: dict.txt:3: what is wrong\n")
+
+
+def test_options_that_cannot_work_together_exit_2(fail):
+    ran = fail(ConfigError("--context-window 64: expected 0 to 63"))
+    assert ran == Ran(2, "", "lmtools: --context-window 64: expected 0 to 63\n")
+
+
+def test_a_bug_of_a_worker_keeps_its_traceback(fail):
+    ran = fail(WorkerError("rank 3: ValueError: x", traceback="Traceback of rank 3\n"))
+    assert ran == Ran(1, "", "Traceback of rank 3\nlmtools: rank 3: ValueError: x\n")
+
+
+def test_an_error_in_a_rank_says_which(fail, monkeypatch):
+    for name, value in {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    left: list[int] = []
+
+    def leave(code: int) -> None:
+        left.append(code)
+        raise SystemExit(code)
+
+    monkeypatch.setattr("os._exit", leave)
+    assert fail(DataError("test.bin: cut short")) == Ran(1, "", "lmtools: rank 3: test.bin: cut short\n")
+
+
+@pytest.mark.parametrize("bug", [ValueError("x"), AssertionError(), OSError(errno.EIO, "Input/output error")])
+def test_a_bug_is_not_caught(fail, bug):
+    with pytest.raises(type(bug)):
+        fail(bug)
+
+
+def test_a_bug_ends_with_its_traceback():
+    """As the shell sees it; nothing shortens or decorates it."""
+    break_a_command = "import sys, lmtools.cli as cli; cli.app = lambda **_: {}['bug']; cli.main()"
+    ran = subprocess.run([sys.executable, "-c", break_a_command], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr.startswith("Traceback (most recent call last):")
+    assert ran.stderr.endswith("KeyError: 'bug'\n")
+
+
+def test_ctrl_c_exits_130(run, monkeypatch):
+    def command() -> None:
+        raise KeyboardInterrupt
+
+    interrupted = typer.Typer(rich_markup_mode=None)
+    interrupted.command()(command)
+    monkeypatch.setattr("lmtools.cli.app", interrupted)
+    ran = run()
+    assert (ran.code, ran.out) == (130, "")
+    assert "Traceback" not in ran.err
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    """`lmtools ... | head` must not end in a traceback."""
+    command = [sys.executable, "-m", "lmtools", "renorm-ppl", "8.46", "--new-tokens", "2", "--orig-tokens", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 1
+
+
+def test_module_and_script_are_one_program():
+    ran = subprocess.run([sys.executable, "-m", "lmtools", "--version"], capture_output=True, text=True, check=True)
+    assert ran.stdout == f"lmtools {lmtools.__version__}\n"
