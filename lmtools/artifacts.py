@@ -29,10 +29,11 @@ from typing import Any
 
 from lmtools import __version__
 from lmtools.errors import DataError
-from lmtools.files import STDIO, atomic_write_text, sha256_file
+from lmtools.files import STDIO, atomic_write_text, is_device_or_pipe, sha256_file
 
 FORMAT = "lmtools-manifest"
 FORMAT_VERSION = 1
+_COUNTS_OF_ORIGINAL = ("lines", "words", "tokens", "num_bytes")
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ def manifest_path(path: str | Path) -> Path:
 
 
 def write_manifest(path: str | Path, manifest: Manifest) -> None:
-    """Write the manifest of `path` (complete or absent). Output on `-` has none."""
-    if str(path) == STDIO:
+    """Write the manifest of `path` (complete or absent). Output to `-`, a device or a pipe has none."""
+    if is_device_or_pipe(path):
         return
     text = json.dumps(asdict(manifest), indent=2, ensure_ascii=False)
     atomic_write_text(manifest_path(path), text + "\n")
@@ -104,7 +105,7 @@ def read_manifest(path: str | Path) -> Manifest | None:
         DataError: the file is there but is not a manifest of a version that this lmtools knows.
     """
     location = manifest_path(path)
-    if str(path) == STDIO or not location.exists():
+    if is_device_or_pipe(path) or not location.exists():
         return None
     try:
         record = json.loads(location.read_text(encoding="utf-8"))
@@ -113,7 +114,11 @@ def read_manifest(path: str | Path) -> Manifest | None:
                 f"{location}: expected {FORMAT} version {FORMAT_VERSION}, found {record['format']!r} version "
                 f"{record['format_version']!r}; remove it to go on without its counts"
             )
+        if not isinstance(record["options"], dict) or not isinstance(record["counts"], dict):
+            raise TypeError("options and counts must be objects")
         original = record["original"]
+        if original is not None and not all(type(original[name]) is int for name in _COUNTS_OF_ORIGINAL):
+            raise TypeError("the counts of the original text must be whole numbers")
         return Manifest(
             tool=record["tool"],
             options=record["options"],

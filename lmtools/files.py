@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, BinaryIO, cast
+from typing import IO, Any, BinaryIO, Protocol, cast
 
 from lmtools.errors import DataError, LmtoolsError
 
@@ -41,47 +41,86 @@ def open_binary(path: str | Path) -> Iterator[BinaryIO]:
         path: a plain, `.gz`, `.bz2`, `.xz` or `.zst` file, or `-`.
 
     Yields:
-        A binary stream of the decompressed content.
+        A binary stream of the decompressed content. Reading from it raises DataError where a compressed stream is
+        broken or cut short.
 
     Raises:
-        DataError: the file does not exist, is a folder, may not be read, or its compressed stream is broken.
+        DataError: the file does not exist, is a folder or may not be read.
     """
     try:
-        with _open_by_suffix(path) as stream:
-            yield cast(BinaryIO, stream)
+        stream = _open_by_suffix(path)
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
     except IsADirectoryError as error:
         raise DataError(f"{path}: is a folder, expected a file") from error
     except PermissionError as error:
         raise DataError(f"{path}: may not be read (permission denied)") from error
-    except (EOFError, lzma.LZMAError, zlib.error) as error:
-        raise _broken_stream(path, error) from error
-    except OSError as error:
-        if error.errno is not None:  # a broken gzip or bz2 stream is an OSError without a number
-            raise
-        raise _broken_stream(path, error) from error
+    with stream:
+        yield cast(BinaryIO, stream)
 
 
-def _broken_stream(path: str | Path, error: Exception) -> DataError:
-    return DataError(f"{path}: broken compressed stream ({error}); fetch or compress the file again")
+def is_device_or_pipe(path: str | Path) -> bool:
+    """Whether a name stands for something that is neither a regular file nor a folder, or for standard input/output.
+
+    Such a thing cannot be read twice, replaced, or have a file beside it.
+    """
+    return str(path) == STDIO or (Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir())
 
 
 def _open_by_suffix(path: str | Path) -> IO[bytes]:
     if str(path) == STDIO:
+        if sys.stdin is None:
+            raise DataError("standard input is closed; name a file")
         # A duplicate, so that closing the stream leaves the process its standard input.
         return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
     match Path(path).suffix:
         case ".gz":
-            return cast(IO[bytes], gzip.open(path, "rb"))
+            return _decompressed(path, cast(_Reader, gzip.open(path, "rb")))
         case ".bz2":
-            return cast(IO[bytes], bz2.open(path, "rb"))
+            return _decompressed(path, bz2.open(path, "rb"))
         case ".xz":
-            return cast(IO[bytes], lzma.open(path, "rb"))
+            return _decompressed(path, lzma.open(path, "rb"))
         case ".zst":
-            return io.BufferedReader(_ZstandardReader(path), buffer_size=_COPY_BYTES)
+            return _decompressed(path, _ZstandardReader(path))
         case _:
             return open(path, "rb")
+
+
+class _Reader(Protocol):
+    def readinto(self, buffer: Any, /) -> int | None: ...
+    def close(self) -> None: ...
+
+
+def _decompressed(path: str | Path, reader: _Reader) -> IO[bytes]:
+    return io.BufferedReader(_CheckedReader(path, reader), buffer_size=_COPY_BYTES)
+
+
+class _CheckedReader(io.RawIOBase):
+    """Says which file it is, where a decompressor finds its stream broken."""
+
+    def __init__(self, path: str | Path, reader: _Reader) -> None:
+        self._path = path
+        self._reader = reader
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        try:
+            return self._reader.readinto(buffer)
+        except (EOFError, lzma.LZMAError, zlib.error) as error:
+            raise self._broken(error) from error
+        except OSError as error:
+            if error.errno is not None:  # a broken gzip or bz2 stream is an OSError without a number
+                raise
+            raise self._broken(error) from error
+
+    def _broken(self, error: Exception) -> DataError:
+        return DataError(f"{self._path}: broken compressed stream ({error}); fetch or compress the file again")
+
+    def close(self) -> None:
+        self._reader.close()
+        super().close()
 
 
 class _ZstandardReader(io.RawIOBase):
@@ -101,8 +140,8 @@ class _ZstandardReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: object) -> int:
-        target = memoryview(buffer)  # type: ignore[arg-type]
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer)
         while not self._plain:
             if not self._compressed:
                 self._compressed = self._file.read(_COPY_BYTES)
@@ -135,7 +174,8 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
     """Write a file so that it is complete or absent.
 
     Args:
-        path: the target; `-` writes to standard output.
+        path: the target; `-` writes to standard output. A device or a pipe is written as it is, and where a link is
+            there, the file that it points to.
 
     Yields:
         A binary stream. When the block ends without an exception, its content replaces the target.
@@ -144,12 +184,20 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
         LmtoolsError: the folder does not exist or may not be written, or the disk is full; the target is as it was.
     """
     if str(path) == STDIO:
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
+        with disk_errors("standard output"):
+            yield sys.stdout.buffer
+            sys.stdout.buffer.flush()
         return
-    target = Path(path)
-    with disk_errors(target):
-        descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    with disk_errors(path):
+        if is_device_or_pipe(path):
+            with open(path, "wb") as stream:
+                yield stream
+            return
+        target = Path(os.path.realpath(path))
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        # The name is cut, since the temporary one may not be too long where the target's own is not.
+        descriptor, name = tempfile.mkstemp(prefix=f".{target.name[:40]}.", suffix=".tmp", dir=target.parent)
         temporary = Path(name)
         try:
             with os.fdopen(descriptor, "wb") as stream:
@@ -188,12 +236,15 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         raise LmtoolsError(f"{target}: exists already; choose another name or remove it")
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name[:40]}.", suffix=".tmp", dir=target.parent))
         try:
             yield temporary
-            for name in sorted(temporary.rglob("*")):
+            for name in temporary.rglob("*"):
                 if name.is_file():
                     fsync_file(name)
+                elif name.is_dir():
+                    fsync_directory(name)
+            fsync_directory(temporary)
             temporary.chmod(0o777 & ~_umask())
             temporary.replace(target)
             fsync_directory(target.parent)
@@ -222,6 +273,8 @@ def disk_errors(target: str | Path) -> Iterator[None]:
             raise LmtoolsError(f"{target}: the folder {Path(target).parent} does not exist") from error
         if error.errno == errno.EISDIR:
             raise LmtoolsError(f"{target}: is a folder, expected a file name") from error
+        if error.errno == errno.ENAMETOOLONG:
+            raise LmtoolsError(f"{target}: the name is too long for the file system") from error
         raise
 
 

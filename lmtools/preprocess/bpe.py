@@ -19,7 +19,7 @@ from lmtools.errors import DataError
 from lmtools.files import disk_errors
 from lmtools.preprocess.gpt2_vocabulary import VocabularyFiles, check_vocabulary, read_vocabulary
 from lmtools.preprocess.lines import read_lines, read_text_lines
-from lmtools.preprocess.transform import Piece, carried_original, manifests_if_unchanged, transform, write_manifests
+from lmtools.preprocess.transform import Piece, manifests_if_unchanged, transform, write_manifests
 
 if TYPE_CHECKING:
     from lmtools.preprocess.bpe_encoder import Encoder
@@ -101,7 +101,7 @@ def bpe_encode(
         tool=_ENCODE,
         options=_encode_options(vocabulary, keep_empty),
         counts=[asdict(of_output) for of_output in counts],
-        originals=[carried_original(name, record) for name, record in zip(inputs, done.inputs, strict=True)],
+        originals=done.originals,
     )
     return counts
 
@@ -195,7 +195,7 @@ def bpe_decode(
         tool=_DECODE,
         options=_record(vocabulary),
         counts=[asdict(counts)],
-        originals=[carried_original(source, done.inputs[0])],
+        originals=done.originals,
     )
     return counts
 

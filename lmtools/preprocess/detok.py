@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from lmtools.artifacts import OriginalText
 from lmtools.files import disk_errors
 from lmtools.preprocess.lines import read_text_lines
-from lmtools.preprocess.transform import Piece, carried_original, manifests_if_unchanged, transform, write_manifests
+from lmtools.preprocess.transform import Piece, manifests_if_unchanged, transform, write_manifests
 
 if TYPE_CHECKING:
     from sacremoses.tokenize import MosesDetokenizer
@@ -100,9 +100,7 @@ def detok(
     )
     raw = sum((before for before, _ in done.results), TextCounts())
     counts = sum((after for _, after in done.results), TextCounts())
-    original = carried_original(source, done.inputs[0]) or OriginalText(
-        Path(source).name, raw.lines, raw.words, raw.tokens, raw.num_bytes
-    )
+    original = done.originals[0] or OriginalText(Path(source).name, raw.lines, raw.words, raw.tokens, raw.num_bytes)
     write_manifests([output], done, tool=_TOOL, options={}, counts=[asdict(counts)], originals=[original])
     return Detokenized(counts, original)
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from lmtools.errors import DataError, WorkerError
-from lmtools.files import COMPRESSED_SUFFIXES, STDIO, disk_errors, open_binary
+from lmtools.files import COMPRESSED_SUFFIXES, disk_errors, is_device_or_pipe, open_binary
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -168,14 +168,14 @@ def _chunks(path: Path, start: int, end: int) -> Iterator[bytes]:
 
 @contextmanager
 def scratch_folder(output: str | Path) -> Iterator[Path]:
-    """A hidden folder beside `output` (on the same disk) for parts; removed however the block ends.
+    """A hidden folder for parts beside `output`, on its disk; removed however the block ends.
 
     Raises:
         LmtoolsError: the output's folder does not exist or may not be written.
     """
-    beside = None if str(output) == STDIO else Path(output).parent
     with disk_errors(output):
-        folder = Path(tempfile.mkdtemp(prefix=f".{Path(output).name}.", suffix=".tmp", dir=beside))
+        beside = None if is_device_or_pipe(output) else os.path.dirname(os.path.realpath(output))
+        folder = Path(tempfile.mkdtemp(prefix=f".{Path(output).name[:40]}.", suffix=".tmp", dir=beside))
     try:
         yield folder
     finally:
@@ -194,13 +194,12 @@ def plain_file(path: str | Path, scratch: Path) -> Iterator[Path]:
         DataError: the input cannot be opened or is broken.
         LmtoolsError: the copy does not fit on the disk.
     """
-    name = Path(path)
-    if str(path) != STDIO and name.is_file() and name.suffix not in COMPRESSED_SUFFIXES:
+    if not is_device_or_pipe(path) and Path(path).suffix not in COMPRESSED_SUFFIXES:
         with open_binary(path):  # says now, not in a worker, that it may not be read
             pass
-        yield name
+        yield Path(path)
         return
-    descriptor, copy_name = tempfile.mkstemp(prefix=f"{name.name}.", dir=scratch)
+    descriptor, copy_name = tempfile.mkstemp(prefix="plain.", dir=scratch)
     copy = Path(copy_name)
     try:
         with disk_errors(copy), os.fdopen(descriptor, "wb") as target, open_binary(path) as source:

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from lmtools.artifacts import FileRecord, Manifest, OriginalText, is_unchanged, read_manifest, write_manifest
 from lmtools.errors import ConfigError, DataError
-from lmtools.files import STDIO, atomic_write, sha256_file
+from lmtools.files import STDIO, atomic_write, is_device_or_pipe, sha256_file
 from lmtools.preprocess.lines import (
     ByteRange,
     cut_at_newlines,
@@ -55,11 +55,13 @@ class Transformed(Generic[Result]):
         results: what the task returned for each piece, in order.
         inputs: a record of every input.
         outputs: a record of every output that is a file.
+        originals: counts of the text that each input was made from, where the input's manifest carries them.
     """
 
     results: Sequence[Result]
     inputs: Sequence[FileRecord]
     outputs: Sequence[FileRecord]
+    originals: Sequence[OriginalText | None]
 
 
 def transform(
@@ -91,15 +93,17 @@ def transform(
         LmtoolsError: the disk is full or may not be written.
     """
     require_pairs(inputs, outputs)
+    manifests = [read_manifest(source) for source in inputs]
     with ExitStack() as stack:
         scratch = stack.enter_context(scratch_folder(outputs[0]))
         plain = [stack.enter_context(plain_file(source, scratch)) for source in inputs]
-        pool = executor or stack.enter_context(worker_pool(workers, preload=preload))
-        hashing = [pool.submit(_record, source, path) for source, path in zip(inputs, plain, strict=True)]
-        ranges: list[tuple[ByteRange, ...]]
+        ranges: list[tuple[ByteRange, ...]] = []
         if len(inputs) == 1:
             ranges = [(text,) for text in cut_at_newlines(plain[0], piece_bytes, source=inputs[0])]
-        else:
+            workers = min(workers, max(len(ranges), 1))  # starting a process takes longer than a piece
+        pool = executor or stack.enter_context(worker_pool(workers, preload=preload))
+        hashing = [pool.submit(_record, source, path) for source, path in zip(inputs, plain, strict=True)]
+        if len(inputs) > 1:
             ranges = _cut_at_the_same_lines(inputs, plain, workers, pool)
         pieces = [
             Piece(texts, [scratch / f"{number}.{n}" for n in range(len(outputs))], outputs[0])
@@ -114,9 +118,13 @@ def transform(
                 progress(sum(text.num_bytes for text in piece.inputs))
                 results.append(result)
             input_records = [record.result() for record in hashing]  # before an output may take an input's place
-        files = [output for output in outputs if output != STDIO]
+        files = [output for output in outputs if not is_device_or_pipe(output)]
         output_records = list(run_ordered(FileRecord.of, files, workers=workers, executor=pool))
-    return Transformed(results, input_records, output_records)
+    originals = [
+        manifest.original if manifest is not None and record in manifest.outputs else None  # else of other bytes
+        for manifest, record in zip(manifests, input_records, strict=True)
+    ]
+    return Transformed(results, input_records, output_records, originals)
 
 
 def require_pairs(inputs: Sequence[str], outputs: Sequence[str]) -> None:
@@ -155,7 +163,7 @@ def _cut(text: tuple[Path, str]) -> tuple[list[ByteRange], int]:
 
 def _record(source: str, plain: Path) -> FileRecord:
     """The record of an input: of the file itself, or of what came through a pipe."""
-    if source != STDIO and Path(source).is_file():
+    if not is_device_or_pipe(source):
         return FileRecord.of(source)
     return FileRecord(Path(source).name, plain.stat().st_size, sha256_file(plain))
 
@@ -181,14 +189,8 @@ def write_manifests(
     """
     records = iter(done.outputs)
     for output, of_output, original in zip(outputs, counts, originals, strict=True):
-        if output != STDIO:
+        if not is_device_or_pipe(output):
             write_manifest(output, Manifest(tool, options, done.inputs, [next(records)], of_output, original))
-
-
-def carried_original(source: str, record: FileRecord) -> OriginalText | None:
-    """The counts of the original text from the manifest of an input, if it describes the input that was read."""
-    manifest = read_manifest(source)
-    return manifest.original if manifest is not None and record in manifest.outputs else None
 
 
 def manifests_if_unchanged(
