@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmtools.cli.options import JsonOption, SkipUnchangedOption, WorkersOption, print_json, progress_bar, say
+from lmtools.cli.options import (
+    JsonOption,
+    SkipUnchangedOption,
+    WorkersOption,
+    input_bytes,
+    print_json,
+    progress_bar,
+    say,
+    useful_workers,
+)
 
 if TYPE_CHECKING:
     from lmtools.preprocess.binarize import Binarized
@@ -63,7 +72,6 @@ def binarize(
 
     from lmtools.preprocess.binarize import BinarizeJob, DictionaryRules, find_unchanged, name_splits
     from lmtools.preprocess.binarize import binarize as make
-    from lmtools.preprocess.lines import available_cores
 
     job = BinarizeJob(
         splits={} if dict_only else name_splits(trainpref, validpref, testpref),
@@ -76,8 +84,8 @@ def binarize(
     if skipped:
         say(f"{destdir}: unchanged, skipped")
     if result is None:
-        with progress_bar("binarize", total=job.num_bytes()) as progress:
-            result = make(job, workers=min(workers, available_cores()), progress=progress)
+        with progress_bar("binarize", total=input_bytes(job.texts())) as progress:
+            result = make(job, workers=useful_workers(workers), progress=progress)
     _warn_of_unknown_words(job.splits, result)
     if as_json:
         splits = {name: {"text": text, **asdict(result.splits[name])} for name, text in job.splits.items()}

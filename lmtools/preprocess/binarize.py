@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 from lmtools.artifacts import FileRecord, Manifest, is_unchanged, manifest_path, read_manifest, write_manifest
 from lmtools.data.indexed_writer import bin_path, idx_path, replace_dataset
 from lmtools.errors import ConfigError
-from lmtools.files import COMPRESSED_SUFFIXES, STDIO, disk_errors, fsync_directory, fsync_file
+from lmtools.files import disk_errors, fsync_directory, fsync_file, is_device_or_pipe
 from lmtools.preprocess import encode
 from lmtools.preprocess.encode import SplitCounts
 from lmtools.preprocess.lines import ByteRange, cut_at_newlines, plain_file, run_ordered, scratch_folder, worker_pool
@@ -77,13 +77,6 @@ class BinarizeJob:
     def texts(self) -> list[str]:
         """The texts that are read: one twice if it makes the dictionary too."""
         return [*([self.dictionary_source] if self.rules is not None else []), *self.splits.values()]
-
-    def num_bytes(self) -> int | None:
-        """How much text is read; None if that is only known once it is decompressed."""
-        paths = [Path(text) for text in self.texts()]
-        if not all(path.is_file() and path.suffix not in COMPRESSED_SUFFIXES for path in paths):
-            return None
-        return sum(path.stat().st_size for path in paths)
 
     def options(self) -> dict[str, Any]:
         """What a manifest records beside the inputs."""
@@ -142,7 +135,7 @@ def binarize(
         job: what to do.
         workers: how many tasks run at a time; the bytes written do not depend on it.
         executor: where they run, if not in processes of this call's own; it must see the same files.
-        progress: called with the number of bytes of text that were just read; see `BinarizeJob.num_bytes`.
+        progress: called with the number of bytes of text of `job.texts()` that were just read.
 
     Raises:
         ConfigError: the folder is a file, or holds other splits of another dictionary.
@@ -247,7 +240,9 @@ def _write_manifests(
     run: Run,
 ) -> None:
     """Write the manifest of every output beside it in the scratch folder; the text's own counts travel on."""
-    inputs = {name: [Path(text) for text in job.inputs_of(name) if _has_record(text)] for name in job.documented()}
+    inputs = {
+        name: [Path(text) for text in job.inputs_of(name) if not is_device_or_pipe(text)] for name in job.documented()
+    }
     outputs = {name: [bin_path(scratch / name), idx_path(scratch / name), scratch / DICTIONARY] for name in job.splits}
     outputs[DICTIONARY] = [scratch / DICTIONARY]
     files = list(dict.fromkeys(path for paths in (*inputs.values(), *outputs.values()) for path in paths))
@@ -264,11 +259,6 @@ def _write_manifests(
             original=before.original if before is not None and still_true else None,
         )
         write_manifest(scratch / name, manifest)
-
-
-def _has_record(text: str) -> bool:
-    """Whether a manifest can name an input: a pipe is gone once it is read."""
-    return text != STDIO and Path(text).is_file()
 
 
 def _require_one_dictionary(job: BinarizeJob, scratch: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -19,7 +19,7 @@ from lmtools.data.dictionary import SPECIAL_SYMBOLS, Dictionary
 from lmtools.data.indexed_writer import bin_path, idx_path, little_endian, token_typecode, write_index
 from lmtools.errors import DataError
 from lmtools.files import fsync_file
-from lmtools.preprocess.lines import ByteRange, join_parts, read_lines
+from lmtools.preprocess.lines import ByteRange, join_parts, read_text_lines
 
 
 @dataclass(frozen=True)
@@ -52,25 +52,9 @@ class SplitCounts:
         return self.replaced_tokens / self.tokens if self.tokens else 0.0
 
 
-def _words_of_lines(text: ByteRange) -> Iterator[list[str]]:
-    """The words of each line.
-
-    Raises:
-        DataError: a line is not UTF-8.
-    """
-    for number, line in enumerate(read_lines(text)):
-        try:
-            yield line.decode("utf-8").split()
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{text.source}:{text.first_line_number() + number}: not UTF-8 (byte 0x{line[error.start]:02x} at "
-                f"byte {error.start + 1} of the line); convert the text first"
-            ) from error
-
-
 def count_words(text: ByteRange, part: Path) -> None:
     """Count the words of a range and write the counts, as JSON, to `part`."""
-    counts = Counter(chain.from_iterable(_words_of_lines(text)))
+    counts = Counter(chain.from_iterable(map(str.split, read_text_lines(text))))
     part.write_text(json.dumps(counts, ensure_ascii=False), encoding="utf-8")
 
 
@@ -124,7 +108,8 @@ def encode(text: ByteRange, dictionary: Path, num_types: int, part: Path) -> Spl
     lookup = _Lookup(_indices(dictionary))
     tokens: list[int] = []
     sizes: list[int] = []
-    for words in _words_of_lines(text):
+    for line in read_text_lines(text):
+        words = line.split()
         # One call in C for a whole line: this loop is where a run spends its time.
         tokens += map(lookup.__getitem__, words)
         tokens.append(Dictionary.eos_index)
