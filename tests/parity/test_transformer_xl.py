@@ -1,0 +1,87 @@
+"""Hugging Face's Transformer-XL: scores, gradients and names, from a file that its last version made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+
+from lmtools.checkpoints.transformer_xl_names import config_from_settings, parameter_sources
+from lmtools.models.transformer_xl import TransformerXL, zero_memories
+
+FIXTURE = Path(__file__).with_name("transformer_xl.safetensors")
+CASES = ("plain", "narrowing", "pre_lnorm", "projected", "unshared", "one_cluster")
+
+
+def read(case: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What make_transformer_xl.py wrote: Hugging Face's config.json and the case's tensors."""
+    with safe_open(FIXTURE, "pt") as file:
+        config = json.loads(file.metadata()["configs"])[case]
+        return config, {
+            name.removeprefix(f"{case}."): file.get_tensor(name) for name in file.keys() if name.startswith(f"{case}.")
+        }
+
+
+def part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def build(settings: dict[str, Any], state: dict[str, Tensor]) -> TransformerXL:
+    model = TransformerXL(config_from_settings(settings, settings["vocab_size"], "config.json"))
+    sources = parameter_sources(state, model.config, "state")
+    assert sources.keys() == dict(model.named_parameters()).keys()
+    model.load_state_dict({name: source.take(state) for name, source in sources.items()}, strict=False)
+    return model
+
+
+def segments(tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Tokens, their targets, and theirs of the scores; the last token of a segment has no target."""
+    for index in range(2):
+        tokens = tensors[f"tokens.{index}"]
+        yield tokens, F.pad(tokens[:, 1:], (0, 1), value=-100), tensors[f"nll.{index}"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_and_gradients(case):
+    settings, tensors = read(case)
+    state = part(tensors, "state.")
+    model = build(settings, state)
+    memories = zero_memories(model.config, 2, next(model.parameters()))
+    total = torch.zeros(())
+    for tokens, targets, expected in segments(tensors):
+        nll, memories = model(tokens, targets, memories)
+        torch.testing.assert_close(nll[:, :-1], expected, rtol=0, atol=1e-5)
+        total = total + nll.sum()
+    total.backward()
+    gradients = part(tensors, "grad.")
+    for name, source in parameter_sources(state, model.config, "state").items():
+        torch.testing.assert_close(
+            model.get_parameter(name).grad, source.take(gradients), rtol=1e-4, atol=1e-5, msg=name
+        )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_log_probabilities_of_all_types(case):
+    settings, tensors = read(case)
+    model = build(settings, part(tensors, "state."))
+    features, _ = model.features(tensors["tokens.0"], zero_memories(model.config, 2, next(model.parameters())))
+    log_probs = model.adaptive_softmax.log_probs(features)
+    torch.testing.assert_close(log_probs, tensors["log_probs"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_with_keys_and_values_as_memory(case):
+    settings, tensors = read(case)
+    model = build(settings, part(tensors, "state."))
+    memories = zero_memories(model.config, 2, next(model.parameters()))
+    with torch.no_grad():
+        for tokens, targets, expected in segments(tensors):
+            nll, memories = model(tokens, targets, memories, keep_projections=True)
+            torch.testing.assert_close(nll[:, :-1], expected, rtol=0, atol=1e-5)
