@@ -1,4 +1,4 @@
-"""The model of a run, split over the mesh and filled with its initial values."""
+"""Model and optimizer of a run, split over the mesh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from lmtools.parallel.mesh import Mesh
 from lmtools.parallel.parallelize import ReadSlice, materialize, parallelize, seeded_values
 from lmtools.parallel.plans import TRANSFORMER_LM, TRANSFORMER_LM_SEQUENCE, TRANSFORMER_LM_SPLIT_DROPOUT
 from lmtools.parallel.random import split_dropout
+from lmtools.train.adafactor import Adafactor
 from lmtools.train.config import TrainConfig
+from lmtools.train.optimizer import SGD, Adam, ShardedOptimizer
 
 
 def build_model(
@@ -54,3 +56,29 @@ def build_model(
             fully_shard(layer, mesh=mesh.dp_mesh, reshard_after_forward=config.zero == 3)
         fully_shard(model, mesh=mesh.dp_mesh, reshard_after_forward=config.zero == 3)
     return model.train()
+
+
+def build_optimizer(model: TransformerLM, config: TrainConfig) -> ShardedOptimizer:
+    """The optimizer of a run, over parameters that are split already."""
+    master_weights = not (config.memory_efficient_fp16 or config.memory_efficient_bf16)
+    lr, weight_decay = config.lr, config.weight_decay
+    match config.optimizer:
+        case "adam":
+            return Adam(
+                model.parameters(),
+                lr=lr,
+                betas=config.adam_betas,
+                eps=config.adam_eps,
+                weight_decay=weight_decay,
+                master_weights=master_weights,
+            )
+        case "sgd":
+            return SGD(
+                model.parameters(),
+                lr=lr,
+                momentum=config.momentum,
+                weight_decay=weight_decay,
+                master_weights=master_weights,
+            )
+        case "adafactor":
+            return Adafactor(model.parameters(), lr=lr, weight_decay=weight_decay, master_weights=master_weights)

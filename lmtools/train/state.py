@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lmtools.checkpoints.fairseq import FairseqCheckpoint, open_fairseq
 from lmtools.checkpoints.fairseq_training import FairseqTraining, read_fairseq_training
@@ -19,10 +18,10 @@ from lmtools.errors import CheckpointError
 from lmtools.models.transformer_lm import TransformerLM
 from lmtools.parallel.mesh import Mesh
 from lmtools.parallel.parallelize import local_slices
-from lmtools.train.build import build_model
+from lmtools.train.build import build_model, build_optimizer
 from lmtools.train.config import Run, TrainConfig
 from lmtools.train.data import RunData
-from lmtools.train.optimizer import Optimizer, make_optimizer
+from lmtools.train.optimizer import ShardedOptimizer, local_shard
 from lmtools.train.precision import LossScaler, parameter_dtype
 
 
@@ -52,7 +51,7 @@ class TrainState:
     """Model, optimizer, loss scale and progress of this rank."""
 
     model: TransformerLM
-    optimizer: Optimizer
+    optimizer: ShardedOptimizer
     scaler: LossScaler
     progress: Progress
 
@@ -109,7 +108,7 @@ def _new(run: Run, vocab_size: int, mesh: Mesh, checkpoint: FairseqCheckpoint | 
     dtype = parameter_dtype(config)
     read = checkpoint.read if checkpoint is not None else None
     model = build_model(config, run.model, vocab_size, mesh, dtype=dtype, read=read)
-    return TrainState(model, make_optimizer(model.parameters(), config), LossScaler.of(config), Progress())
+    return TrainState(model, build_optimizer(model, config), LossScaler.of(config), Progress())
 
 
 def _resumed(run: Run, data: RunData, mesh: Mesh, path: Path, *, everything: bool) -> TrainState:
@@ -122,7 +121,7 @@ def _resumed(run: Run, data: RunData, mesh: Mesh, path: Path, *, everything: boo
         if saved_model.get(key) != value and "dropout" not in key:
             raise CheckpointError(f"{path}: has {key} {saved_model.get(key)!r}, this run has {value!r}")
     state = _new(run, record["model"]["vocab_size"], mesh)
-    state.optimizer.allocate_state()
+    state.optimizer.create_state()
     wanted = state.tensors()
     if config.reset_optimizer and not everything:
         wanted = {name: tensor for name, tensor in wanted.items() if name.startswith("model.")}
@@ -191,7 +190,7 @@ def _from_fairseq(run: Run, data: RunData, mesh: Mesh, path: str) -> TrainState:
 
 
 def _load_moments(state: TrainState, training: FairseqTraining, path: str) -> None:
-    state.optimizer.allocate_state()
+    state.optimizer.create_state()
     for name, parameter in state.model.named_parameters():
         values = state.optimizer.state[parameter]
         if not values.keys() >= {"step", *training.moments}:
@@ -199,8 +198,7 @@ def _load_moments(state: TrainState, training: FairseqTraining, path: str) -> No
         values["step"].fill_(training.adam_step)
         slices = local_slices(parameter, parameter.shape)
         for key, checkpoint in training.moments.items():
-            local = values[key].to_local() if isinstance(values[key], DTensor) else values[key]
-            local.copy_(checkpoint.read(name, slices))
+            local_shard(values[key]).copy_(checkpoint.read(name, slices))
 
 
 def _open_fitting(run: Run, data: RunData, path: str) -> FairseqCheckpoint:

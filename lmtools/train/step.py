@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from lmtools.parallel.mesh import Mesh
 from lmtools.train.batch import IGNORED, Batch
+from lmtools.train.optimizer import local_grad
 
 
 def loss_sum(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
@@ -51,7 +52,7 @@ def sum_gradients_over_dp(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Non
     """Add up the replicas' gradients, in place, where replicas are whole (`--zero 0`). Every rank must call it."""
     if mesh.dp_mesh is None:
         return
-    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [local_grad(parameter) for parameter in parameters if parameter.grad is not None]
     for bucket in _buckets(gradients, 64 << 20):
         flat = _flatten_dense_tensors(bucket)  # type: ignore[no-untyped-call]
         dist.all_reduce(flat, group=mesh.dp_mesh.get_group())
@@ -83,7 +84,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> float:
     groups: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            groups.setdefault(_num_copies(parameter, mesh), []).append(_local(parameter.grad))
+            groups.setdefault(_num_copies(parameter, mesh), []).append(local_grad(parameter))
     squared = torch.zeros((), dtype=torch.float64)
     for num_copies, gradients in groups.items():
         norms = torch._foreach_norm(gradients, 2, dtype=_accumulation_dtype(gradients[0]))
@@ -107,10 +108,6 @@ def _num_copies(parameter: nn.Parameter, mesh: Mesh) -> int:
         if getattr(placement, "dim", None) is not None:
             num_pieces *= parameter.device_mesh.size(mesh_dim)
     return mesh.world_size // num_pieces
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sum_over_ranks(values: Sequence[float], mesh: Mesh) -> list[float]:
