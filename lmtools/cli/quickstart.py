@@ -55,17 +55,17 @@ def quickstart(
 
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(folder / "topics.raw", "".join(f"{line}\n" for line in _raw_lines()))
-    _run_commands(_PREPARE.format(workers=workers), folder)
+    atomic_write_text(folder / "topics.raw", "".join(f"{line}\n" for line in raw_lines()))
+    run_commands(_PREPARE.format(workers=workers), folder)
     print(f"\n# an untrained model with the types of dict.txt, in 2 parts: {folder / 'model'}")
-    _write_model(folder)
-    _run_commands(_EVALUATE, folder)
+    write_model(folder)
+    run_commands(_EVALUATE, folder)
     print(f"\n# done in {time.monotonic() - started:.0f} s; in {folder}:")
     for name, meaning in _PRODUCED.items():
         print(f"{name:27} {(folder / name).stat().st_size:9,} bytes  {meaning}")
 
 
-def _raw_lines() -> Iterator[str]:
+def raw_lines() -> Iterator[str]:
     """Python's help topics as lines of WikiText: a title between = signs, a paragraph a line, punctuation set apart."""
     from pydoc_data.topics import topics
 
@@ -78,7 +78,7 @@ def _raw_lines() -> Iterator[str]:
                 yield f" {' '.join(words)} "
 
 
-def _run_commands(commands: str, folder: Path) -> None:
+def run_commands(commands: str, folder: Path) -> None:
     """Run lines of `lmtools ...` in a folder, and stop at the first that fails."""
     for line in commands.splitlines():
         print(f"\n$ {line}", flush=True)
@@ -87,7 +87,7 @@ def _run_commands(commands: str, folder: Path) -> None:
             raise typer.Exit(ran.returncode)
 
 
-def _write_model(folder: Path) -> None:
+def write_model(folder: Path) -> None:
     """A model of two layers with its initial values, as the two parts that fairseq would have written."""
     import torch
 
