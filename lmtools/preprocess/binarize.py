@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from lmtools.artifacts import FileRecord, Manifest, is_unchanged, manifest_path, read_manifest, write_manifest
 from lmtools.data.indexed_writer import bin_path, idx_path, replace_dataset
@@ -37,12 +37,6 @@ _MAX_ENCODE_BYTES = 8 << 20  # a worker holds the tokens of one range
 _MAX_COUNT_BYTES = 64 << 20  # a worker holds the different words of one range, which are soon the same
 
 T = TypeVar("T")
-
-
-class Run(Protocol):
-    """Runs jobs in the workers, and gives their results in order."""
-
-    def __call__(self, jobs: Sequence[Callable[[], T]]) -> Iterator[T]: ...
 
 
 @dataclass(frozen=True)
@@ -149,18 +143,41 @@ def binarize(
         plain = {text: stack.enter_context(plain_file(text, scratch)) for text in dict.fromkeys(job.texts())}
         made_from = {text: read_manifest(text) for text in plain}
         pool = executor or stack.enter_context(worker_pool(workers, preload=[encode.__name__]))
+        shop = _Workshop(job, plain, scratch, workers, pool, progress)
 
-        def run(jobs: Sequence[Callable[[], T]]) -> Iterator[T]:
-            return run_ordered(_call, jobs, workers=workers, executor=pool)
-
-        num_types = _make_dictionary(job, plain, scratch, workers, run, progress)
+        num_types = _make_dictionary(shop)
         _require_one_dictionary(job, scratch)
-        counts = _encode_splits(job, plain, scratch, num_types, workers, run, progress)
-        _write_manifests(job, made_from, scratch, num_types, counts, run)
+        counts = _encode_splits(shop, num_types)
+        _write_manifests(shop, num_types, counts, made_from)
         with _lock(job.destdir):
             _require_one_dictionary(job, scratch)
             _publish(job, scratch)
     return Binarized(num_types, counts)
+
+
+@dataclass(frozen=True)
+class _Workshop:
+    """What the steps of one run share: the job, its texts as plain files, where parts go, and the workers."""
+
+    job: BinarizeJob
+    plain: Mapping[str, Path]
+    scratch: Path
+    workers: int
+    pool: Executor
+    progress: Callable[[int], None]
+
+    def cut(self, text: str, max_bytes: int) -> list[ByteRange]:
+        """Ranges of a text that are few, but enough to keep every worker busy to the end."""
+        share = self.plain[text].stat().st_size // (4 * self.workers)
+        return cut_at_newlines(self.plain[text], min(max(share, _MIN_RANGE_BYTES), max_bytes), source=text)
+
+    def run(self, tasks: Sequence[Callable[[], T]]) -> Iterator[T]:
+        """Run tasks in the workers; their results in order."""
+        return run_ordered(_call, tasks, workers=self.workers, executor=self.pool)
+
+
+def _call(task: Callable[[], T]) -> T:
+    return task()
 
 
 def _require_usable_folder(job: BinarizeJob) -> None:
@@ -174,89 +191,60 @@ def _require_usable_folder(job: BinarizeJob) -> None:
             )
 
 
-def _call(job: Callable[[], T]) -> T:
-    return job()
-
-
-def _cut(plain: Path, source: str, workers: int, max_bytes: int) -> list[ByteRange]:
-    """Ranges that are few, but enough to keep every worker busy to the end."""
-    share = plain.stat().st_size // (4 * workers)
-    return cut_at_newlines(plain, min(max(share, _MIN_RANGE_BYTES), max_bytes), source=source)
-
-
-def _make_dictionary(
-    job: BinarizeJob,
-    plain: Mapping[str, Path],
-    scratch: Path,
-    workers: int,
-    run: Run,
-    progress: Callable[[int], None],
-) -> int:
+def _make_dictionary(shop: _Workshop) -> int:
     """Write dict.txt to the scratch folder; returns its number of types."""
-    source = job.dictionary_source
-    if job.rules is None:
-        [num_types] = run([partial(encode.copy_dictionary, source, scratch / DICTIONARY)])
+    source, rules, dictionary = shop.job.dictionary_source, shop.job.rules, shop.scratch / DICTIONARY
+    if rules is None:
+        [num_types] = shop.run([partial(encode.copy_dictionary, source, dictionary)])
         return num_types
-    ranges = _cut(plain[source], source, workers, _MAX_COUNT_BYTES)
-    parts = [scratch / f"counts.{number}" for number in range(len(ranges))]
-    counted = run([partial(encode.count_words, text, part) for text, part in zip(ranges, parts, strict=True)])
+    ranges = shop.cut(source, _MAX_COUNT_BYTES)
+    parts = [shop.scratch / f"counts.{number}" for number in range(len(ranges))]
+    counted = shop.run([partial(encode.count_words, text, part) for text, part in zip(ranges, parts, strict=True)])
     for text, _ in zip(ranges, counted, strict=True):
-        progress(text.num_bytes)
-    [num_types] = run([partial(encode.build_dictionary, parts, scratch / DICTIONARY, source, **asdict(job.rules))])
+        shop.progress(text.num_bytes)
+    [num_types] = shop.run([partial(encode.build_dictionary, parts, dictionary, source, **asdict(rules))])
     return num_types
 
 
-def _encode_splits(
-    job: BinarizeJob,
-    plain: Mapping[str, Path],
-    scratch: Path,
-    num_types: int,
-    workers: int,
-    run: Run,
-    progress: Callable[[int], None],
-) -> dict[str, SplitCounts]:
+def _encode_splits(shop: _Workshop, num_types: int) -> dict[str, SplitCounts]:
     """Write every split's .bin and .idx to the scratch folder."""
-    pieces = [
-        (name, text, scratch / f"{name}.{number}")
-        for name, source in job.splits.items()
-        for number, text in enumerate(_cut(plain[source], source, workers, _MAX_ENCODE_BYTES))
-    ]
-    counts = dict.fromkeys(job.splits, SplitCounts())
-    results = run([partial(encode.encode, text, scratch / DICTIONARY, num_types, part) for _, text, part in pieces])
-    for (name, text, _), of_piece in zip(pieces, results, strict=True):
+    splits, dictionary = shop.job.splits, shop.scratch / DICTIONARY
+    ranges = {name: shop.cut(text, _MAX_ENCODE_BYTES) for name, text in splits.items()}
+    parts = {name: [shop.scratch / f"{name}.{number}" for number in range(len(ranges[name]))] for name in splits}
+    pieces = [(name, *piece) for name in splits for piece in zip(ranges[name], parts[name], strict=True)]
+    counts = dict.fromkeys(splits, SplitCounts())
+    encoded = shop.run([partial(encode.encode, text, dictionary, num_types, part) for _, text, part in pieces])
+    for (name, text, _), of_piece in zip(pieces, encoded, strict=True):
         counts[name] += of_piece
-        progress(text.num_bytes)
-    parts = {name: [part for owner, _, part in pieces if owner == name] for name in job.splits}
-    list(run([partial(encode.assemble, parts[name], scratch / name, num_types) for name in job.splits]))
+        shop.progress(text.num_bytes)
+    for _ in shop.run([partial(encode.assemble, parts[name], shop.scratch / name, num_types) for name in splits]):
+        pass
     return counts
 
 
 def _write_manifests(
-    job: BinarizeJob,
-    made_from: Mapping[str, Manifest | None],
-    scratch: Path,
-    num_types: int,
-    counts: Mapping[str, SplitCounts],
-    run: Run,
+    shop: _Workshop, num_types: int, counts: Mapping[str, SplitCounts], made_from: Mapping[str, Manifest | None]
 ) -> None:
     """Write the manifest of every output beside it in the scratch folder; the text's own counts travel on."""
+    job, scratch = shop.job, shop.scratch
     inputs = {
         name: [Path(text) for text in job.inputs_of(name) if not is_device_or_pipe(text)] for name in job.documented()
     }
     outputs = {name: [bin_path(scratch / name), idx_path(scratch / name), scratch / DICTIONARY] for name in job.splits}
     outputs[DICTIONARY] = [scratch / DICTIONARY]
     files = list(dict.fromkeys(path for paths in (*inputs.values(), *outputs.values()) for path in paths))
-    records = dict(zip(files, run([partial(FileRecord.of, path) for path in files]), strict=True))
+    records = dict(zip(files, shop.run([partial(FileRecord.of, path) for path in files]), strict=True))
     for name in job.documented():
-        before = made_from[job.splits[name]] if name in job.splits else None
-        still_true = before is not None and any(records[path] in before.outputs for path in inputs[name][:1])
+        text = job.splits.get(name, job.dictionary_source)
+        before = made_from[text]
+        is_of_this_text = before is not None and records.get(Path(text)) in before.outputs  # else it was edited since
         manifest = Manifest(
             tool=TOOL,
             options=job.options(),
             inputs=[records[path] for path in inputs[name]],
             outputs=[records[path] for path in outputs[name]],
             counts={**(asdict(counts[name]) if name in counts else {}), "num_types": num_types},
-            original=before.original if before is not None and still_true else None,
+            original=before.original if before is not None and is_of_this_text else None,
         )
         write_manifest(scratch / name, manifest)
 

@@ -139,6 +139,8 @@ def test_skip_unchanged(run: Run, texts: Path) -> None:
     second = run(*command, "--skip-unchanged")
     assert second == (0, first.out, f"{texts}/bin: unchanged, skipped\n")
     assert (texts / "bin" / "test.bin").stat().st_mtime_ns == made
+    assert run(*command) == first  # made again without the flag
+    assert (texts / "bin" / "test.bin").stat().st_mtime_ns > made
     (texts / "valid.txt").write_text("b\n")
     third = run(*command, "--skip-unchanged")
     assert "skipped" not in third.err
