@@ -213,9 +213,13 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def local_grad(parameter: nn.Parameter) -> Tensor:
-    """What this rank holds of a parameter's gradient, laid out as the parameter."""
+    """What this rank holds of a parameter's gradient, which is laid out as the parameter from then on.
+
+    A change of it is one of the gradient. Where each rank has an addend of the gradient, as of a norm's weight under
+    sequence parallelism, the ranks add them up: all must call it.
+    """
     grad = parameter.grad
     assert grad is not None
     if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
-        grad = grad.redistribute(placements=parameter.placements)
+        grad = parameter.grad = grad.redistribute(placements=parameter.placements)
     return local_shard(grad)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lmtools.train.adafactor import Adafactor
-from lmtools.train.optimizer import SGD, Adam
+from lmtools.train.optimizer import SGD, Adam, local_grad
 from tests.support.ranks import run_ranks
 
 ADAM = partial(Adam, betas=(0.9, 0.98), eps=1e-4, weight_decay=0.1)
@@ -310,11 +310,12 @@ def partial_gradient() -> Tensor:
     mesh = init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(distribute_tensor(torch.ones(3, dtype=torch.float64), mesh, [Replicate()]))
     parameter.grad = DTensor.from_local(torch.ones(3, dtype=torch.float64), mesh, [Partial()], run_check=False)
+    local_grad(parameter).mul_(1.5)
     SGD([parameter], lr=0.25).step()
     return whole(parameter)
 
 
-def test_a_gradient_of_which_each_rank_has_an_addend_is_added_up():
-    """As of a norm's weight when the sequence is split over the ranks."""
+def test_a_gradient_of_which_each_rank_has_an_addend_is_added_up_once():
+    """As of a norm's weight when the sequence is split over the ranks: 1 + 1, times 1.5 in place."""
     for weight in run_ranks(2, partial_gradient):
-        assert weight.tolist() == [0.5] * 3
+        assert weight.tolist() == [1 - 0.25 * (1 + 1) * 1.5] * 3
