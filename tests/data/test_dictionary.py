@@ -125,6 +125,11 @@ def test_padding_counts_up_and_skips_names_that_are_words() -> None:
     assert list(dictionary.counts[4:]) == [3, 3, 0, 0]
 
 
+@pytest.mark.parametrize("padding_factor", [-8, 0, 1])
+def test_a_padding_factor_below_2_pads_nothing(padding_factor: int) -> None:
+    assert len(Dictionary.from_counts({"a": 1}, padding_factor=padding_factor)) == 5
+
+
 @given(st.dictionaries(words, st.integers(1, 3), max_size=30), st.integers(0, 3), st.integers(-1, 40))
 def test_follows_fairseqs_finalize(counts: dict[str, int], threshold: int, nwords: int) -> None:
     """The order as fairseq makes it: a Counter filled in sorted order, its most common, cut at the threshold."""

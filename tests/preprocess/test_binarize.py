@@ -285,6 +285,7 @@ def test_compressed_text_and_a_pipe_give_what_the_plain_text_gives(tmp_path: Pat
     manifest = read_manifest(tmp_path / "other" / "valid")
     assert manifest is not None
     assert [record.path for record in manifest.inputs] == ["given.txt"]
+    assert find_unchanged(job) is None  # and the pipe, which nobody feeds any more, is not read
 
 
 def test_splits_are_named_as_fairseq_names_them() -> None:
