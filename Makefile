@@ -1,9 +1,15 @@
-# Everything a fresh machine needs: `make quickstart` runs the main job, `make test` checks the tool.
+# All set-up on a fresh machine: `make quickstart` runs the main job, `make test` checks the tool.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: quickstart test test-all lint typecheck install clean
+.PHONY: quickstart test install lint typecheck format clean
+
+quickstart: install
+	$(BIN)/lmtools quickstart
+
+test: lint typecheck
+	$(BIN)/python -m pytest
 
 install: $(VENV)/.installed
 
@@ -12,19 +18,17 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-quickstart: install
-	$(BIN)/python -m lmtools.quickstart quickstart
-
-test: install lint typecheck
-	$(BIN)/python -m pytest
-
 lint: install
-	$(BIN)/ruff format --check lmtools tests benchmarks
-	$(BIN)/ruff check lmtools tests benchmarks
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-cache
 
 typecheck: install
 	$(BIN)/mypy
 
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
 clean:
-	rm -rf $(VENV) quickstart .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) quickstart .pytest_cache .mypy_cache .ruff_cache .hypothesis
