@@ -19,6 +19,7 @@ import json
 import os
 import pickle
 import shutil
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -110,6 +111,7 @@ class CheckpointWriter:
 
     def __init__(self, mesh: Mesh) -> None:
         """Every rank must make one: the saves' collectives run in a group of their own, beside the training loop's."""
+        _expect_a_single_process()
         self._mesh = mesh
         self._group = dist.new_group(backend="gloo") if mesh.world_size > 1 else None
         self._pending: tuple[Path, Mapping[str, Any], Future[Any]] | None = None
@@ -243,6 +245,7 @@ def load_tensors(path: str | Path, tensors: Mapping[str, Tensor], mesh: Mesh) ->
     Raises:
         CheckpointError: a tensor is missing or has another shape, or a file is broken.
     """
+    _expect_a_single_process()
     saved = tensor_shapes(path)
     for name, tensor in tensors.items():
         if name not in saved:
@@ -263,6 +266,11 @@ def _require_none(problem: str, target: Path, mesh: Mesh) -> None:
         dist.all_gather_object(problems, problem)
     if any(problems):
         raise CheckpointError(f"{target}: could not be written: {next(filter(None, problems))}")
+
+
+def _expect_a_single_process() -> None:
+    """A world of one is no mistake, but torch warns of it whenever it saves or loads there, also in its own thread."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def _barrier(mesh: Mesh) -> None:

@@ -21,6 +21,7 @@ from lmtools.cli.eval import evaluate
 from lmtools.cli.many_values import ManyValuesCommand
 from lmtools.cli.quickstart import quickstart
 from lmtools.cli.renorm_ppl import renorm_ppl
+from lmtools.cli.train import command as train
 from lmtools.errors import ConfigError, LmtoolsError, WorkerError
 from lmtools.parallel.launch import prefix_of_rank, worker
 
@@ -62,6 +63,7 @@ app.command("eval", short_help="Score a split with a checkpoint and report its p
 app.command("quickstart", short_help="Run the main job on a small text and an untrained model.")(quickstart)
 app.command("renorm-ppl", short_help="Express a perplexity per token of the original text.")(renorm_ppl)
 app.command("renormalize-ppl", hidden=True)(renorm_ppl)
+app.command("train", short_help="Train a language model, split and replicated over workers.")(train)
 
 
 def main() -> NoReturn:
