@@ -49,7 +49,7 @@ def report_to(outputs: Sequence[str], *, as_json: bool) -> Callable[[str], None]
 
 def useful_workers(workers: int) -> int:
     """As many processes as there are cores for them, and a line to say so when that is fewer than were asked for."""
-    from lmtools.preprocess.lines import available_cores
+    from lmtools.preprocess.workers import available_cores
 
     cores = available_cores()
     if workers > cores:

@@ -27,7 +27,8 @@ from lmtools.errors import ConfigError
 from lmtools.files import disk_errors, fsync_directory, fsync_file, is_device_or_pipe
 from lmtools.preprocess import encode
 from lmtools.preprocess.encode import SplitCounts
-from lmtools.preprocess.lines import ByteRange, cut_at_newlines, plain_file, run_ordered, scratch_folder, worker_pool
+from lmtools.preprocess.lines import ByteRange, cut_at_newlines, plain_file, scratch_folder
+from lmtools.preprocess.workers import run_ordered, worker_pool
 
 TOOL = "lmtools binarize"
 DICTIONARY = "dict.txt"

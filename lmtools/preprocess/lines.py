@@ -1,4 +1,4 @@
-r"""The one parallel engine of the text stages: byte ranges -> parts -> one output, in order.
+r"""Text as ranges of whole lines, which workers turn into parts of the output, joined in order.
 
     with scratch_folder(output) as scratch, plain_file(input, scratch) as plain:
         ranges = cut_at_newlines(plain, 1 << 20)
@@ -7,7 +7,7 @@ r"""The one parallel engine of the text stages: byte ranges -> parts -> one outp
             for part in parts:
                 join_parts([part], stream)                    # the kernel copies; this process moves no text
 
-Text is cut at the byte `\n` alone, never at `\\r`, U+2028 or U+0085, and a task sees nothing but its own range: the
+Text is cut at the byte `\n` alone, never at `\r`, U+2028 or U+0085, and a task sees nothing but its own range: the
 output does not depend on the number of workers, and the same tasks run on any `concurrent.futures` executor.
 """
 
@@ -15,26 +15,17 @@ from __future__ import annotations
 
 import errno
 import itertools
-import multiprocessing
 import os
 import shutil
-import signal
 import tempfile
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import BinaryIO
 
-from lmtools.errors import DataError, WorkerError
+from lmtools.errors import DataError
 from lmtools.files import COMPRESSED_SUFFIXES, disk_errors, is_device_or_pipe, open_binary
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 _READ_BYTES = 1 << 20
 
@@ -207,102 +198,6 @@ def plain_file(path: str | Path, scratch: Path) -> Iterator[Path]:
         yield copy
     finally:
         copy.unlink(missing_ok=True)
-
-
-def available_cores() -> int:
-    """How many cores this process may use: more workers than that only get in each other's way."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextmanager
-def worker_pool(workers: int, *, preload: Sequence[str] = ()) -> Iterator[Executor]:
-    """Worker processes that never outlive this block, whatever ends it; one worker is this process itself.
-
-    Workers are forked from a server that is started afresh and has no threads, so that a progress bar's
-    thread here is no danger; what they need is imported once, in the server.
-
-    Args:
-        workers: number of processes, at most; they start when there is work for them.
-        preload: names of the modules that the tasks need.
-
-    Yields:
-        An executor. Leaving the block normally waits for its tasks; an exception (Ctrl-C too) ends them at once.
-
-    Raises:
-        WorkerError: a worker was killed.
-    """
-    if workers == 1:
-        yield _InProcess()
-        return
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", *preload])
-    lifeline, our_end = context.Pipe(duplex=False)
-    executor = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(lifeline,))
-    try:
-        yield executor
-    except BrokenExecutor as error:
-        raise WorkerError(
-            "a worker process was killed, perhaps for lack of memory; run again with fewer --workers"
-        ) from error
-    except BaseException:
-        our_end.close()
-        raise
-    finally:
-        executor.shutdown(wait=True, cancel_futures=True)
-        our_end.close()
-        lifeline.close()
-
-
-def _begin_worker(lifeline: Connection) -> None:
-    """In a worker: leave Ctrl-C to the parent, and end when the parent lets go of its end of the pipe, or is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def wait_for_parent() -> None:
-        lifeline.poll(None)
-        os._exit(1)
-
-    threading.Thread(target=wait_for_parent, daemon=True).start()
-
-
-class _InProcess(Executor):
-    """An executor that does the work at once, in this process."""
-
-    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
-        future: Future[Result] = Future()
-        future.set_result(fn(*args, **kwargs))
-        return future
-
-
-def run_ordered(
-    task: Callable[[Item], Result], items: Iterable[Item], *, workers: int, executor: Executor | None = None
-) -> Iterator[Result]:
-    """Run a task over items in worker processes; results come in the order of the items.
-
-    Args:
-        task: a function that pickle can name (defined at a module's top level).
-        items: what to run it on; taken one by one, so that only a few are under way at a time.
-        workers: how many tasks run at a time.
-        executor: where to run them, if not in worker processes of this call's own.
-
-    Raises:
-        WorkerError: a worker was killed (of this call's own, or of a `worker_pool`).
-        Exception: what a task raised: the first in the order of the items. What was not begun is cancelled.
-    """
-    if executor is None:
-        with worker_pool(workers, preload=[task.__module__]) as own:
-            yield from run_ordered(task, items, workers=workers, executor=own)
-        return
-    under_way: deque[Future[Result]] = deque()
-    try:
-        for item in items:
-            under_way.append(executor.submit(task, item))
-            if len(under_way) > 2 * workers:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
-    finally:
-        for future in under_way:
-            future.cancel()
 
 
 def join_parts(parts: Iterable[Path], output: BinaryIO) -> None:

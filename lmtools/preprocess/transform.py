@@ -22,10 +22,9 @@ from lmtools.preprocess.lines import (
     cut_every_lines,
     join_parts,
     plain_file,
-    run_ordered,
     scratch_folder,
-    worker_pool,
 )
+from lmtools.preprocess.workers import run_ordered, worker_pool
 
 Result = TypeVar("Result")
 
