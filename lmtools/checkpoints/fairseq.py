@@ -1,14 +1,14 @@
 """fairseq's model checkpoints: one file, or the parts that its model parallelism writes.
 
 Part r of P is `STEM-model_part-R.pt` and holds rank r's contiguous share of every split parameter and a copy of every
-replicated one. Which is which is in `lmtools.parallel.plans` and nowhere else. Reading opens all parts, maps them
-into memory and checks their names and shapes; tensors are read when, and as far as, they are asked for.
+replicated one. Which is which is in `lmtools.parallel.plans` and nowhere else. Opening reads the names and shapes of
+all parts and checks them; values are read when, and as far as, they are asked for. `fairseq_files.py` finds the files.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmtools.checkpoints.fairseq_config import model_settings, transformer_lm_config
-from lmtools.checkpoints.unpickle import LazyTensor, plain, read_torch_file, verify_storage
+from lmtools.checkpoints.fairseq_config import model_settings, require_transformer_lm, transformer_lm_config
+from lmtools.checkpoints.fairseq_files import find_parts, require_all_parts
+from lmtools.checkpoints.lazy_tensor import LazyTensor, equal_values
+from lmtools.checkpoints.unpickle import plain, read_torch_file
 from lmtools.errors import CheckpointError
 from lmtools.models.architectures import TransformerLMConfig
 from lmtools.models.transformer_lm import TransformerLM
+from lmtools.parallel.parallelize import without_memory
 from lmtools.parallel.plans import TRANSFORMER_LM, Plan, split_of
-
-PART_NAME = re.compile(r"(?P<stem>.+)-model_part-(?P<part>\d+)\.pt")
 
 # Names that fairseq writes beside the parameters: a format version, and a marker of computed positions.
 _NOT_PARAMETERS = frozenset({"version", "embed_positions._float_tensor", "embed_positions.version"})
 _OUTPUT = "output_projection.weight"
 _EMBEDDING = "embed_tokens.weight"
+_LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class FairseqCheckpoint:
             if start < stop:
                 pieces.append(tensor.read_slice((*slices[:dim], slice(start, stop), *slices[dim + 1 :])))
             offset += length
+        if not pieces:  # more ranks than rows: the last ones have none
+            return self.parts[0][name].read_slice((*slices[:dim], slice(0, 0), *slices[dim + 1 :]))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
 
     def verify_part(self, part: int) -> None:
@@ -93,17 +97,17 @@ class FairseqCheckpoint:
             CheckpointError: names what is damaged or different, and the files.
         """
         tensors = self.parts[part]
-        for tensor in tensors.values():
-            verify_storage(tensor.storage)
+        for storage in {tensor.storage.key: tensor.storage for tensor in tensors.values()}.values():
+            storage.verify()
         for name, tensor in tensors.items():
             replicated = split_of(name, self.plan).dim is None
-            if replicated and part > 0 and not _equal(tensor, self.parts[0][name]):
+            if replicated and part > 0 and not equal_values(tensor, self.parts[0][name]):
                 raise CheckpointError(
                     f"{self.paths[part]}: {name} is replicated but differs from the one in {self.paths[0].name}; "
                     "the parts are not of one training step"
                 )
         tied = self.config.share_decoder_input_output_embed and _OUTPUT in tensors
-        if tied and not _equal(tensors[_OUTPUT], tensors[_EMBEDDING]):
+        if tied and not equal_values(tensors[_OUTPUT], tensors[_EMBEDDING]):
             raise CheckpointError(
                 f"{self.paths[part]}: {_OUTPUT} differs from {_EMBEDDING}, though the model shares them"
             )
@@ -126,64 +130,20 @@ def open_fairseq(path: str | Path) -> FairseqCheckpoint:
         if not isinstance(content, Mapping) or not isinstance(content.get("model"), Mapping):
             raise CheckpointError(f"{part}: holds no `model`, expected a fairseq checkpoint")
     _require_one_set(paths, contents)
-    settings = model_settings(plain({key: contents[0].get(key) for key in ("args", "cfg")}), str(paths[0]))
-    _require_all_parts(paths, settings)
+    settings = model_settings(_options(contents[0], paths[0]), str(paths[0]))
+    require_transformer_lm(settings, str(paths[0]))
+    require_all_parts(paths, settings)
     parts = [_rename(content["model"], part) for part, content in zip(paths, contents, strict=True)]
-    rows = sum(part[_EMBEDDING].shape[0] for part in parts if _EMBEDDING in part)
-    config = transformer_lm_config(settings, rows, str(paths[0]))
+    config = transformer_lm_config(settings, _vocab_size(parts, paths), str(paths[0]))
     _require_shapes(paths, parts, config)
     return FairseqCheckpoint(tuple(paths), config, settings, tuple(parts), TRANSFORMER_LM)
 
 
-def find_parts(path: str | Path) -> list[Path]:
-    """The files of a checkpoint, in rank order; see `open_fairseq` for what `path` may be."""
-    path = Path(path)
-    if path.is_dir():
-        stems = sorted(
-            {(match["stem"] if (match := PART_NAME.fullmatch(p.name)) else p.stem) for p in path.glob("*.pt")}
-        )
-        if not stems:
-            raise CheckpointError(
-                f"{path}: no .pt file in this folder; expected model-model_part-0.pt, ... or one file"
-            )
-        if len(stems) > 1:
-            choices = ", ".join(f"{stem}.pt" for stem in stems)
-            raise CheckpointError(f"{path}: holds several checkpoints; name one of {choices}")
-        path = path / f"{stems[0]}.pt"
-    match = PART_NAME.fullmatch(path.name)
-    if match is None and path.is_file():
-        return [path]
-    stem = match["stem"] if match else path.stem
-    numbered = {
-        int(found["part"]): candidate
-        for candidate in path.parent.glob("*.pt")
-        if (found := PART_NAME.fullmatch(candidate.name)) and found["stem"] == stem
-    }
-    if not numbered:
-        raise CheckpointError(f"{path}: no such checkpoint, and no {stem}-model_part-0.pt beside it")
-    _require_numbers(numbered, max(numbered) + 1, path.parent / stem)
-    return [numbered[part] for part in range(len(numbered))]
-
-
-def _require_numbers(numbered: Iterable[int], expected: int, stem: Path) -> None:
-    missing = sorted(set(range(expected)) - set(numbered))
-    if missing:
-        names = ", ".join(f"{stem.name}-model_part-{part}.pt" for part in missing)
-        raise CheckpointError(f"{stem.parent}: {len(missing)} of {expected} parts missing: {names}")
-
-
-def _require_all_parts(paths: Sequence[Path], settings: Mapping[str, Any]) -> None:
-    expected = settings.get("model_parallel_size") or 1
-    match = PART_NAME.fullmatch(paths[0].name)
-    if match is None:
-        if expected > 1:
-            raise CheckpointError(
-                f"{paths[0]}: is one of {expected} model-parallel parts; keep the names STEM-model_part-R.pt"
-            )
-    elif expected != len(paths):
-        if expected > len(paths):
-            _require_numbers(range(len(paths)), expected, paths[0].parent / match["stem"])
-        raise CheckpointError(f"{paths[0].parent}: {len(paths)} parts, but the checkpoint was written by {expected}")
+def _options(content: Mapping[str, Any], path: Path) -> Any:
+    try:
+        return plain({key: content.get(key) for key in ("args", "cfg")})
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _require_one_set(paths: Sequence[Path], contents: Sequence[Mapping[str, Any]]) -> None:
@@ -200,20 +160,36 @@ def _rename(state: Mapping[str, Any], path: Path) -> dict[str, LazyTensor]:
     """fairseq's names to lmtools': without `decoder.`, and without what is no parameter."""
     tensors: dict[str, LazyTensor] = {}
     for key, tensor in state.items():
-        name = key.removeprefix("decoder.")
+        name = str(key).removeprefix("decoder.")
         if name == "embed_out":  # an untied output before output_projection existed
             name = _OUTPUT
         if name in _NOT_PARAMETERS:
             continue
-        if not isinstance(tensor, LazyTensor) or not key.startswith("decoder."):
+        if not isinstance(tensor, LazyTensor) or not str(key).startswith("decoder."):
             raise CheckpointError(f"{path}: unknown entry {key!r} in the model, expected tensors named decoder.*")
         tensors[name] = tensor
     return tensors
 
 
+def _vocab_size(parts: Sequence[Mapping[str, LazyTensor]], paths: Sequence[Path]) -> int:
+    rows = 0
+    for part, path in zip(parts, paths, strict=True):
+        embedding = part.get(_EMBEDDING)
+        if embedding is None or len(embedding.shape) != 2:
+            raise CheckpointError(f"{path}: has no {_EMBEDDING} of rows and columns, expected a fairseq language model")
+        rows += embedding.shape[0]
+    return rows
+
+
 def _require_shapes(paths: Sequence[Path], parts: Sequence[dict[str, LazyTensor]], config: TransformerLMConfig) -> None:
     """Each part has exactly the model's parameters, and together they have the model's shapes."""
-    with torch.device("meta"):
+    for path, part in zip(paths, parts, strict=True):
+        num_layers = len({match[1] for name in part if (match := _LAYER.match(name))})
+        if num_layers != config.decoder_layers:
+            raise CheckpointError(
+                f"{path}: holds {num_layers} layers, its options say decoder_layers={config.decoder_layers}"
+            )
+    with without_memory():
         model = TransformerLM(config)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
     optional = {_OUTPUT} if config.share_decoder_input_output_embed else set()
@@ -221,11 +197,7 @@ def _require_shapes(paths: Sequence[Path], parts: Sequence[dict[str, LazyTensor]
         unknown = sorted(part.keys() - expected.keys())
         missing = sorted(expected.keys() - part.keys() - optional)
         if unknown or missing:
-            found = "; ".join(
-                f"{kind} {', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
-                for kind, names in (("unknown", unknown), ("missing", missing))
-                if names
-            )
+            found = "; ".join(f"{kind} {_list(names)}" for kind, names in (("unknown", unknown), ("missing", missing)))
             raise CheckpointError(f"{path}: tensors do not fit the model of the checkpoint's options: {found}")
     for name, shape in expected.items():
         holders = [part for part in parts if name in part]
@@ -237,16 +209,17 @@ def _require_shapes(paths: Sequence[Path], parts: Sequence[dict[str, LazyTensor]
                 raise CheckpointError(f"{paths[0]}: {name} has shape {whole} over all parts, expected {shape}")
 
 
+def _list(names: Sequence[str]) -> str:
+    """The first few of them."""
+    return (", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")) or "none"
+
+
 def _whole_shape(name: str, shapes: Sequence[tuple[int, ...]], paths: Sequence[Path]) -> tuple[int, ...]:
     dim = split_of(name, TRANSFORMER_LM).dim
     first = shapes[0]
     for path, shape in zip(paths, shapes, strict=True):
         if len(shape) != len(first) or any(shape[i] != first[i] for i in range(len(first)) if i != dim):
             raise CheckpointError(f"{path}: {name} has shape {shape}, but {first} in {paths[0].name}")
-    if dim is None:
+    if dim is None or dim >= len(first):
         return first
     return (*first[:dim], sum(shape[dim] for shape in shapes), *first[dim + 1 :])
-
-
-def _equal(left: LazyTensor, right: LazyTensor) -> bool:
-    return left.dtype == right.dtype and torch.equal(left.read(), right.read())

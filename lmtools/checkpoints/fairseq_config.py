@@ -6,6 +6,7 @@ and `task` matter here (for model-parallel architectures `cfg["model"]` is itsel
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -63,6 +64,21 @@ def model_settings(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     raise CheckpointError(f"{where}: holds neither `args` nor `cfg`, expected a fairseq training checkpoint")
 
 
+def require_transformer_lm(settings: Settings, where: str) -> None:
+    """Refuse another kind of model.
+
+    Args:
+        settings: from `model_settings`.
+        where: the file, for messages.
+
+    Raises:
+        CheckpointError: names the architecture.
+    """
+    arch = settings.get("arch")
+    if not (isinstance(arch, str) and arch.startswith(("transformer_lm", "model_parallel_transformer_lm"))):
+        raise CheckpointError(f"{where}: architecture {_short(arch)}, expected a fairseq transformer_lm")
+
+
 def transformer_lm_config(settings: Settings, vocab_size: int, where: str) -> TransformerLMConfig:
     """The configuration of a fairseq `transformer_lm` of any preset, plain or model-parallel.
 
@@ -72,33 +88,31 @@ def transformer_lm_config(settings: Settings, vocab_size: int, where: str) -> Tr
         where: the file, for messages.
 
     Raises:
-        CheckpointError: another kind of model, or one that uses a feature that lmtools does not have.
+        CheckpointError: an option that no such model has, or a feature that lmtools does not have.
     """
-    arch = settings.get("arch")
-    if not (isinstance(arch, str) and arch.startswith(("transformer_lm", "model_parallel_transformer_lm"))):
-        raise CheckpointError(f"{where}: architecture {arch!r}, expected a fairseq transformer_lm")
+    require_transformer_lm(settings, where)
     for name, neutral in _NEUTRAL.items():
         if name in settings and settings[name] not in neutral:
-            raise CheckpointError(f"{where}: {arch} with {name}={settings[name]!r}, which lmtools does not support")
+            raise CheckpointError(f"{where}: has {name}={_short(settings[name])}, which lmtools does not support")
     for name in ("decoder_input_dim", "decoder_output_dim"):
         if settings.get(name) not in (None, settings.get("decoder_embed_dim")):
             raise CheckpointError(
-                f"{where}: {name}={settings[name]} differs from decoder_embed_dim={settings.get('decoder_embed_dim')}, "
-                "which lmtools does not support"
+                f"{where}: {name}={_short(settings[name])} differs from "
+                f"decoder_embed_dim={_short(settings.get('decoder_embed_dim'))}, which lmtools does not support"
             )
     activation = settings.get("activation_fn", "relu")
-    if activation not in _ACTIVATIONS:
-        raise CheckpointError(f"{where}: activation_fn={activation!r}, expected one of {', '.join(_ACTIVATIONS)}")
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        raise CheckpointError(f"{where}: activation_fn={_short(activation)}, expected one of {', '.join(_ACTIVATIONS)}")
 
-    known = {field.name for field in fields(TransformerLMConfig)}
-    values = {name: settings[name] for name in known if settings.get(name) is not None}
-    values["activation_fn"] = _ACTIVATIONS[activation]
-    values["vocab_size"] = vocab_size
+    values = {field.name: settings[field.name] for field in fields(TransformerLMConfig) if field.name in settings}
+    values |= {"vocab_size": vocab_size, "activation_fn": _ACTIVATIONS[activation]}
     values["max_target_positions"] = settings.get("max_target_positions") or settings.get("tokens_per_sample")
     if settings.get("relu_dropout") and not values.get("activation_dropout"):
         values["activation_dropout"] = settings["relu_dropout"]  # the option's name before 2019
-    if not isinstance(values["max_target_positions"], int):
+    if values["max_target_positions"] is None:
         raise CheckpointError(f"{where}: says neither max_target_positions nor tokens_per_sample")
+    values = {name: value for name, value in values.items() if value is not None}
+    _require_types(values, where)
     config = TransformerLMConfig(**values)
     if config.decoder_embed_dim % config.decoder_attention_heads:
         raise CheckpointError(
@@ -106,3 +120,25 @@ def transformer_lm_config(settings: Settings, vocab_size: int, where: str) -> Tr
             f"{config.decoder_embed_dim}"
         )
     return config
+
+
+def _require_types(values: Settings, where: str) -> None:
+    """A checkpoint's options are whatever its file says, until here."""
+    kinds = {field.name: field.type for field in fields(TransformerLMConfig)}
+    for name, value in values.items():
+        match kinds[name]:
+            case "int":
+                fits, expected = type(value) is int and 1 <= value < 1 << 31, "a whole number from 1"
+            case "float":
+                fits, expected = type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1"
+            case "bool":
+                fits, expected = type(value) is bool, "True or False"
+            case _:
+                continue
+        if not fits:
+            raise CheckpointError(f"{where}: has {name}={_short(value)}, expected {expected}")
+
+
+def _short(value: Any) -> str:
+    """A value for a message, however large it is."""
+    return reprlib.repr(value)

@@ -10,7 +10,7 @@ from lmtools.checkpoints.fairseq import FairseqCheckpoint, open_fairseq
 from lmtools.errors import ConfigError
 from lmtools.models.transformer_lm import TransformerLM
 from lmtools.parallel.mesh import Mesh
-from lmtools.parallel.parallelize import materialize, parallelize
+from lmtools.parallel.parallelize import materialize, parallelize, without_memory
 from lmtools.parallel.plans import TRANSFORMER_LM
 
 
@@ -58,7 +58,7 @@ def load_model(checkpoint: FairseqCheckpoint, mesh: Mesh, dtype: torch.dtype) ->
     require_divisible(checkpoint, mesh.tp_size)
     for part in range(mesh.rank, checkpoint.num_parts, mesh.world_size):
         checkpoint.verify_part(part)
-    with torch.device("meta"):
+    with without_memory():
         model = TransformerLM(checkpoint.config)
     if mesh.tp_mesh is not None:
         parallelize(model, TRANSFORMER_LM, mesh.tp_mesh)

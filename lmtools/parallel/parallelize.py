@@ -1,13 +1,15 @@
 """A plan and a mesh, applied to a module that knows neither.
 
-The order is always: build the module on the meta device, `parallelize` it, `materialize` its parameters from a
+The order is always: build the module in `without_memory`, `parallelize` it, `materialize` its parameters from a
 checkpoint or from `seeded_values`. No rank ever holds more of the model than its share and one tensor.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +24,28 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.overrides import TorchFunctionMode
 
 from lmtools.parallel.plans import Plan, SequencePlan, Split, matches_any, split_of
 
 ReadSlice = Callable[[str, tuple[slice, ...]], Tensor]
 """Reads part of a whole (unsplit) parameter: its name and one slice for each dimension."""
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Modules that are built within have parameters on the meta device: shapes, but no memory and no values."""
+    with torch.device("meta"), _NoInitialValues():
+        yield
+
+
+class _NoInitialValues(TorchFunctionMode):
+    """Skips torch.nn.init: on the meta device nothing is there to fill, and trying imports all of torch's compiler."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **(kwargs or {}))
 
 
 def parallelize(
