@@ -100,30 +100,29 @@ def _cluster_sources(
     embedding: str, softmax: str, config: TransformerXLConfig, *, tails_reversed: bool
 ) -> dict[str, Source]:
     bounds = config.cluster_bounds
+    clusters = range(len(bounds))
+    one_width = config.div_val == 1
     sources = {}
-    for index, (start, end) in enumerate(bounds):
-        table, rows = (0, (start, end)) if config.div_val == 1 else (index, None)
-        rows = rows if len(bounds) > 1 else None
-        weight = f"{softmax}out_layers.{table}.weight"
-        shared = () if config.not_tied else (weight,)
-        sources[f"embed_tokens.clusters.{index}.weight"] = Source(
-            f"{embedding}emb_layers.{table}.weight", rows, copies=shared
-        )
+    for index in clusters:
+        table = 0 if one_width else index
+        rows = bounds[index] if one_width and len(bounds) > 1 else None
+        inputs, outputs = f"{embedding}emb_layers.{table}.weight", f"{softmax}out_layers.{table}.weight"
         if config.not_tied:
-            sources[f"adaptive_softmax.clusters.{index}.weight"] = Source(weight, rows)
+            sources[f"embed_tokens.clusters.{index}.weight"] = Source(inputs, rows)
+            sources[f"adaptive_softmax.clusters.{index}.weight"] = Source(outputs, rows)
+        else:
+            sources[f"embed_tokens.clusters.{index}.weight"] = Source(inputs, rows, copies=(outputs,))
         sources[f"adaptive_softmax.clusters.{index}.bias"] = Source(f"{softmax}out_layers.{table}.bias", rows)
 
-        if config.div_val == 1 and config.embedding_dims[0] == config.d_model:
-            continue
-        projection = f"{softmax}out_projs.{index}"
-        if index == 0 or not config.proj_share_all_but_first:
-            sources[f"adaptive_softmax.projections.{index}"] = Source(projection)
-        if config.div_val > 1 or index == 0:
-            indices = range(1, len(bounds)) if config.div_val == 1 else [index] if index > 0 else []
-            sources[f"embed_tokens.projections.{index}"] = Source(
-                f"{embedding}emb_projs.{index}",
-                copies=tuple(f"{softmax}out_projs.{i}" for i in indices) if config.proj_share_all_but_first else (),
-            )
+    if not one_width or config.embedding_dims[0] != config.d_model:
+        shared = clusters[1:] if config.proj_share_all_but_first else []
+        for index in clusters[:1] if one_width else clusters:
+            copies = tuple(f"{softmax}out_projs.{i}" for i in shared if one_width or i == index)
+            sources[f"embed_tokens.projections.{index}"] = Source(f"{embedding}emb_projs.{index}", copies=copies)
+        for index in clusters:
+            if index not in shared:
+                sources[f"adaptive_softmax.projections.{index}"] = Source(f"{softmax}out_projs.{index}")
+
     if len(bounds) > 1:
         for kind in ("weight", "bias"):
             sources[f"adaptive_softmax.tails.{kind}"] = Source(f"{softmax}cluster_{kind}", reversed=tails_reversed)

@@ -13,6 +13,8 @@ cluster, and each cluster can be split over its rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +75,33 @@ class AdaptiveEmbedding(nn.Module):
         return vectors
 
 
+def _log_normalizer(logits: Tensor) -> Tensor:
+    return torch.logsumexp(logits, dim=-1)
+
+
+def _pick(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.gather(-1, labels[..., None]).squeeze(-1)
+
+
+def _whole(logits: Tensor) -> Tensor:
+    return logits
+
+
+@dataclass(frozen=True)
+class LogitOps:
+    """All that the softmax does with the logits of one cluster, `(..., V)`, for who splits clusters over their rows.
+
+    Attributes:
+        log_normalizer: log of the sum of exponentials, `(...)`.
+        pick: each label's logit; labels are `(...)`, rows of the cluster.
+        whole: the logits as an ordinary tensor.
+    """
+
+    log_normalizer: Callable[[Tensor], Tensor] = _log_normalizer
+    pick: Callable[[Tensor, Tensor], Tensor] = _pick
+    whole: Callable[[Tensor], Tensor] = _whole
+
+
 class AdaptiveSoftmax(nn.Module):
     """Negative log-likelihood of the next token; `clusters[0]` is the shortlist.
 
@@ -92,6 +121,7 @@ class AdaptiveSoftmax(nn.Module):
         if config.div_val == 1 and dims[0] == config.d_model:
             dims = []
         self.projections = nn.ParameterList(torch.empty(config.d_model, dim) for dim in dims)
+        self.ops = LogitOps()
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Score the targets. Each tail's types are computed only for the targets in that tail.
@@ -107,22 +137,24 @@ class AdaptiveSoftmax(nn.Module):
             `(...)` negative log-likelihood in nats, 0 where not scored; float32 or wider.
 
         Raises:
-            IndexError: a target is not in the vocabulary (on the CPU).
+            RuntimeError: a target is not in the vocabulary (on the CPU).
         """
         flat, labels = hidden.flatten(0, -2), targets.flatten()
         shortlist, tails = self._first_choice(flat)
-        nll = _log_normalizer(shortlist, tails)
+        nll = self._first_normalizer(shortlist, tails)
+        scored = labels.clamp(min=0)
         if tails is None:
-            nll = nll - _pick(shortlist, labels.clamp(min=0))
+            nll = nll - self.ops.pick(shortlist, scored)
         else:
             starts = torch.tensor([start for start, _ in self.bounds[1:]], device=labels.device)
             tail = torch.bucketize(labels, starts, right=True) - 1  # -1: in the shortlist
-            in_shortlist = _pick(shortlist, labels.clamp(min=0, max=self.bounds[0][1] - 1))
+            in_shortlist = self.ops.pick(shortlist, scored.clamp(max=self.bounds[0][1] - 1))
             nll = nll - torch.where(tail < 0, in_shortlist, _pick(tails, tail.clamp(min=0)))
             for index, (start, _) in enumerate(self.bounds[1:], start=1):
                 rows = (tail == index - 1).nonzero().squeeze(-1)
                 logits = self._logits(index, flat[rows])
-                nll = nll.index_add(0, rows, _log_normalizer(logits) - _pick(logits, labels[rows] - start))
+                within = self.ops.log_normalizer(logits) - self.ops.pick(logits, labels[rows] - start)
+                nll = nll.index_add(0, rows, within)
         return nll.masked_fill(labels < 0, 0.0).view(targets.shape)
 
     def log_probs(self, hidden: Tensor) -> Tensor:
@@ -135,13 +167,13 @@ class AdaptiveSoftmax(nn.Module):
             `(..., V)` in nats; float32 or wider.
         """
         shortlist, tails = self._first_choice(hidden)
-        normalizer = _log_normalizer(shortlist, tails)[..., None]
-        pieces = [shortlist - normalizer]
+        normalizer = self._first_normalizer(shortlist, tails)[..., None]
+        pieces = [self.ops.whole(shortlist) - normalizer]
         if tails is not None:
             for index in range(1, len(self.bounds)):
-                logits = self._logits(index, hidden)
                 chosen = tails[..., index - 1, None] - normalizer
-                pieces.append(logits - _log_normalizer(logits)[..., None] + chosen)
+                within = self.ops.whole(self._logits(index, hidden)).log_softmax(dim=-1)
+                pieces.append(chosen + within)
         return torch.cat(pieces, dim=-1)
 
     def _first_choice(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -150,21 +182,15 @@ class AdaptiveSoftmax(nn.Module):
         shortlist = _widen(self.clusters[0](projected))
         return shortlist, None if self.tails is None else _widen(self.tails(projected))
 
+    def _first_normalizer(self, shortlist: Tensor, tails: Tensor | None) -> Tensor:
+        normalizer = self.ops.log_normalizer(shortlist)
+        return normalizer if tails is None else torch.logaddexp(normalizer, _log_normalizer(tails))
+
     def _logits(self, index: int, hidden: Tensor) -> Tensor:
         return _widen(self.clusters[index](self._project(index, hidden)))
 
     def _project(self, index: int, hidden: Tensor) -> Tensor:
         return hidden @ self.projections[index] if len(self.projections) > 0 else hidden
-
-
-def _log_normalizer(logits: Tensor, more: Tensor | None = None) -> Tensor:
-    """Log of the sum of exponentials over the last dimension, of `more` too, as if they were concatenated."""
-    normalizer = torch.logsumexp(logits, dim=-1)
-    return normalizer if more is None else torch.logaddexp(normalizer, torch.logsumexp(more, dim=-1))
-
-
-def _pick(logits: Tensor, labels: Tensor) -> Tensor:
-    return logits.gather(-1, labels[..., None]).squeeze(-1)
 
 
 def _widen(logits: Tensor) -> Tensor:

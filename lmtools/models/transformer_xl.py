@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +95,7 @@ def shift_to_keys(by_distance: Tensor) -> Tensor:
     """
     num_queries, num_keys = by_distance.shape[1], by_distance.shape[2] - 1
     flat = by_distance.flatten(1)[:, num_queries - 1 : num_queries - 1 + num_queries * num_keys]
-    return flat.unflatten(1, (num_queries, num_keys))
+    return flat.view(-1, num_queries, num_keys)
 
 
 def attention_mask(num_queries: int, num_keys: int, window: int | None, like: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class RelativeAttention(nn.Module):
         num_keys = keys.shape[1]
         # Heads lead, so that all rows of a batch are one matrix against a head's position keys.
         by_head = [
-            x.unflatten(-1, (-1, self.head_dim)).movedim(-2, 0)
+            x.view(*x.shape[:-1], -1, self.head_dim).movedim(-2, 0)
             for x in (self.r_w_bias(queries), self.r_r_bias(queries), keys, values, position_keys)
         ]
         by_content, by_position, keys, values, position_keys = by_head
@@ -184,7 +184,7 @@ class RelativeAttention(nn.Module):
         scores = torch.baddbmm(distance_scores, by_content.flatten(0, 1) * scale, keys.flatten(0, 1).mT)
         weights = F.dropout(scores.softmax(dim=-1), self.dropatt, self.training)
         attended = weights @ values.flatten(0, 1)
-        return attended.unflatten(0, (-1, batch_size)).movedim(0, -2).flatten(-2)
+        return attended.view(-1, batch_size, num_queries, self.head_dim).movedim(0, -2).flatten(-2)
 
 
 class Layer(nn.Module):
@@ -231,15 +231,17 @@ class Layer(nn.Module):
         if not self.pre_lnorm:
             x = self.final_layer_norm(x)
 
+        num_queries = x.shape[1]
         if keep_projections:
             keys, values, position_keys = projected
-            return x, KeyValueMemory(self._kept(keys), self._kept(values), position_keys.detach())
-        return x, self._kept(inputs)
+            keys, values = self._kept(keys, num_queries), self._kept(values, num_queries)
+            return x, KeyValueMemory(keys, values, position_keys.detach())
+        return x, self._kept(inputs, num_queries)
 
-    def _kept(self, context: Tensor) -> Tensor:
-        """The part of `(B, K, ...)` that the next segment remembers."""
-        end = context.shape[1] - self.ext_len
-        return context[:, max(0, end - self.mem_len) : max(0, end)].detach()
+    def _kept(self, context: Tensor, num_queries: int) -> Tensor:
+        """The part of `(B, K, ...)` that the next segment remembers, as a view."""
+        end = context.shape[1] - min(self.ext_len, num_queries)
+        return context[:, max(0, end - self.mem_len) : end].detach()
 
 
 class TransformerXL(nn.Module):
@@ -267,9 +269,9 @@ class TransformerXL(nn.Module):
             for index in range(1, len(softmax.projections)):
                 softmax.projections[index] = embedding.projections[min(index, len(embedding.projections) - 1)]
         if not self.config.untie_r:
-            for layer in self.layers:
-                layer.self_attn.r_w_bias.bias = self.layers[0].self_attn.r_w_bias.bias
-                layer.self_attn.r_r_bias.bias = self.layers[0].self_attn.r_r_bias.bias
+            first, *others = (cast(Layer, layer).self_attn for layer in self.layers)
+            for attention in others:
+                attention.r_w_bias.bias, attention.r_r_bias.bias = first.r_w_bias.bias, first.r_r_bias.bias
 
     def forward(
         self,
@@ -291,6 +293,9 @@ class TransformerXL(nn.Module):
         Returns:
             `(B, S)` negative log-likelihood in nats, 0 where not scored; and the memory for the next segment, of the
             last `mem_len` positions, without gradient.
+
+        Raises:
+            ValueError: keys and values given as memory, inputs wanted: they cannot be had from them.
         """
         features, memories = self.features(tokens, memories, keep_projections=keep_projections)
         nll: Tensor = self.adaptive_softmax(features[:, tokens.shape[1] - targets.shape[1] :], targets)
@@ -305,13 +310,16 @@ class TransformerXL(nn.Module):
             `(B, T, d_model)`, and the memory for the next segment.
         """
         config = self.config
+        memory = memories[0] if memories else None
+        if isinstance(memory, KeyValueMemory) and not keep_projections:
+            raise ValueError("keys and values are given as memory, and cannot be turned back into inputs of layers")
         x: Tensor = self.dropout(self.embed_tokens(tokens))
         num_queries = tokens.shape[1]
-        num_keys = num_queries + (_length(memories[0]) if memories else 0)
+        num_keys = num_queries + _length(memory)
         mask = attention_mask(num_queries, num_keys, config.mem_len if config.same_length else None, x)
-        known = memories[0].position_keys.shape[0] if memories and isinstance(memories[0], KeyValueMemory) else 0
+        num_known = len(memory.position_keys) if isinstance(memory, KeyValueMemory) else 0
         positions = None
-        if num_keys + 1 > known:
+        if num_keys + 1 > num_known:
             # What is kept shall last: the memory grows up to mem_len.
             num_distances = max(num_keys, config.mem_len + num_queries) if keep_projections else num_keys
             positions = self.dropout(relative_positions(num_distances, config.d_model, config.clamp_len, x))
@@ -338,7 +346,9 @@ def zero_memories(config: TransformerXLConfig, batch_size: int, like: Tensor) ->
     return [like.new_zeros(batch_size, config.mem_len, config.d_model) for _ in range(config.n_layer)]
 
 
-def _length(memory: LayerMemory) -> int:
+def _length(memory: LayerMemory | None) -> int:
+    if memory is None:
+        return 0
     return (memory if isinstance(memory, Tensor) else memory.keys).shape[1]
 
 

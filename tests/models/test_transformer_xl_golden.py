@@ -96,14 +96,13 @@ SHARED: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 @pytest.mark.shared
-@pytest.mark.parametrize("keep_projections", [False, True])
 @pytest.mark.parametrize("case", SHARED)
-def test_wikitext_model(shared_golden: Path, case, keep_projections):
+def test_wikitext_model(shared_golden: Path, case):
     """Three layers, div_val 1, cutoffs [200, 500] of 1,008 types."""
     tokens_per_sample, batch_size, overrides = SHARED[case]
     model = load(shared_golden / "txl" / "div1" / "checkpoint_last.pt", **overrides)
     batches = blocks(shared_golden / "bin" / "built_1k" / "test", tokens_per_sample, batch_size)
-    nll = score(model, batches, keep_projections=keep_projections)
+    nll = score(model, batches, keep_projections=True)
     assert_equal_to_fairseq(nll, batches, shared_golden / "txl" / "div1" / "eval" / case)
 
 

@@ -24,9 +24,8 @@ def read(case: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What make_transformer_xl.py wrote: Hugging Face's config.json and the case's tensors."""
     with safe_open(FIXTURE, "pt") as file:
         config = json.loads(file.metadata()["configs"])[case]
-        return config, {
-            name.removeprefix(f"{case}."): file.get_tensor(name) for name in file.keys() if name.startswith(f"{case}.")
-        }
+        names = [name for name in file.keys() if name.startswith(f"{case}.")]  # noqa: SIM118 (it is no dict)
+        return config, {name.removeprefix(f"{case}."): file.get_tensor(name) for name in names}
 
 
 def part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
