@@ -72,11 +72,12 @@ def relative_positions(num_distances: int, d_model: int, clamp_len: int, like: T
         `(num_distances + 1, d_model)` for the distances num_distances - 1, ..., 1, 0, and one row more, which
         `shift_to_keys` needs and no visible key uses.
     """
-    # Counted in float32: float16 and bfloat16 do not have all of these integers, nor enough of the sines.
-    distances = torch.arange(num_distances - 1, -2, -1, dtype=torch.float32, device=like.device).clamp(min=0)
+    # Half precision has neither all of these integers nor enough digits for their sines.
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    distances = torch.arange(num_distances - 1, -2, -1, dtype=dtype, device=like.device).clamp(min=0)
     if clamp_len > 0:
         distances = distances.clamp(max=clamp_len)
-    exponents = torch.arange(0, d_model, 2, dtype=torch.float32, device=like.device) / d_model
+    exponents = torch.arange(0, d_model, 2, dtype=dtype, device=like.device) / d_model
     angles = distances[:, None] * (1 / 10000**exponents)[None, :]
     return torch.cat([angles.sin(), angles.cos()], dim=1).to(like.dtype)
 

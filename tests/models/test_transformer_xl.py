@@ -57,6 +57,10 @@ def some_tokens(batch_size: int, length: int) -> Tensor:
     return torch.randint(0, 13, (batch_size, length), generator=torch.Generator().manual_seed(2))
 
 
+def some_inputs(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
 def run_segments(
     model: TransformerXL, segments: Sequence[Tensor], *, keep_projections: bool, memories: Any = None
 ) -> tuple[Tensor, list[LayerMemory]]:
@@ -122,7 +126,7 @@ def slow_reference(model: TransformerXL, tokens: Tensor, context: list[Tensor]) 
 def test_the_model_is_its_definition(variant):
     model = small_model(**VARIANTS[variant])
     tokens = some_tokens(2, 6)
-    context = [torch.randn(2, 4, 8, dtype=torch.float64) for _ in model.layers]
+    context = [*some_inputs(2, 2, 4, 8)]
     features, _ = model.features(tokens, context)
     for row in range(2):
         expected = slow_reference(model, tokens[row], [memory[row] for memory in context])
@@ -133,8 +137,8 @@ def test_the_model_is_its_definition(variant):
 def test_gradients_are_those_of_the_definition(variant):
     model = small_model(**VARIANTS[variant])
     tokens = some_tokens(1, 5)
-    context = [torch.randn(1, 3, 8, dtype=torch.float64) for _ in model.layers]
-    weight = torch.randn(5, 8, dtype=torch.float64)
+    context = [*some_inputs(2, 1, 3, 8)]
+    weight = some_inputs(5, 8)
     # The softmax takes no part in features, unless its parameters are the embedding's.
     parameters = [parameter for name, parameter in model.named_parameters() if not name.startswith("adaptive")]
     found = torch.autograd.grad((model.features(tokens, context)[0][0] * weight).sum(), parameters)
@@ -313,8 +317,8 @@ def test_the_mask_lets_a_query_see_up_to_itself_or_a_window():
 def test_a_layer_can_be_computed_again_in_the_backward_pass():
     model = small_model().train()
     layer: Layer = model.layers[0]
-    x = torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
-    memory = torch.randn(2, 3, 8, dtype=torch.float64)
+    x = some_inputs(2, 4, 8).requires_grad_()
+    memory = some_inputs(2, 3, 8)
     arguments = (memory, relative_positions(7, 8, -1, x), attention_mask(4, 7, None, x), False)
     plain, _ = layer(x, *arguments)
     again, _ = checkpoint(layer, x, *arguments, use_reentrant=False)
