@@ -69,6 +69,8 @@ def test_every_block_marked_sh_runs(page, golden, tmp_path):
     text = (golden / "train.txt").read_bytes()
     for name in ("wiki.train.raw", "wiki.valid.raw", "wiki.test.raw", "wiki.train.tokens", "wiki.valid.tokens"):
         (tmp_path / name).write_bytes(text)
+    for name in ("wiki.test.bpe", "a.txt", "b.txt"):
+        (tmp_path / name).write_bytes((golden / "train.bpe").read_bytes())
     (tmp_path / "dict.txt").write_text("".join(f"{token} 1\n" for token in range(50257)))
     for block in blocks(page, "sh"):
         run_block(block, tmp_path)
