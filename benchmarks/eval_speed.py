@@ -2,11 +2,12 @@
 
     python benchmarks/eval_speed.py --fairseq-python FAIRSEQ/bin/python
 
-The model is the issue's usual small one (6 layers, d 512, 8 heads, windows of 1,024 tokens of which 992 are context),
-with random weights, written as a plain fairseq checkpoint; the text is one that every Python carries. lmtools and fairseq
-score the same windows in batches of 8, and their losses must agree; XGLM gets as long ones. Reported are tokens scored per second without start-up
-and loading, and the share of the measured matrix-product peak of the same dtype: floating-point operations that the
-result needs (the last layer's queries and feed-forward, and the logits, only where tokens are scored), per second.
+The model is small (6 layers, d 512, 8 heads) with random weights, written as a plain fairseq checkpoint; windows have
+1,024 tokens of which 992 are context; the text is one that every Python carries. lmtools and fairseq score the same
+windows in batches of 8, and their losses must agree; XGLM gets as many as it needs for a rate. Reported are tokens scored
+per second, without start-up and loading, and the share of the matrix-product peak measured in the same run: the
+floating-point operations that the result needs (the last layer's queries and feed-forward, and the logits, only where
+tokens are scored) per second.
 """
 
 from __future__ import annotations
