@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from lmtools.errors import ConfigError
@@ -29,7 +30,7 @@ class TransformerLMConfig:
         decoder_ffn_embed_dim: width of the feed-forward layer.
         decoder_attention_heads: number of attention heads; must divide `decoder_embed_dim`.
         max_target_positions: the longest window that the model was made for.
-        activation_fn: `relu`, `gelu` (by erf) or `gelu_accurate` (by tanh).
+        activation_fn: of the feed-forward layer; `gelu` is by erf, `gelu_accurate` by tanh.
         decoder_normalize_before: LayerNorm before each sublayer and once at the end (pre-norm), else after each.
         no_decoder_final_norm: leave out the pre-norm model's last LayerNorm.
         decoder_learned_pos: learned positions instead of sinusoidal ones.
@@ -192,6 +193,70 @@ def transformer_lm_megatron_11b(vocab_size: int, **overrides: Any) -> Transforme
     return transformer_lm_megatron(vocab_size, **({"decoder_ffn_embed_dim": 3072 * 6} | overrides))
 
 
+def transformer_lm_megatron_small(vocab_size: int, **overrides: Any) -> TransformerLMConfig:
+    """A Megatron shape for one GPU: 12 layers of 768, tied."""
+    preset: dict[str, Any] = {
+        "decoder_layers": 12,
+        "decoder_embed_dim": 768,
+        "decoder_ffn_embed_dim": 768 * 4,
+        "decoder_attention_heads": 12,
+        "share_decoder_input_output_embed": True,
+    }
+    return transformer_lm_megatron(vocab_size, **(preset | overrides))
+
+
+def transformer_lm_megatron_tiny(vocab_size: int, **overrides: Any) -> TransformerLMConfig:
+    """A Megatron shape for a CPU: 4 layers of 256, tied."""
+    preset: dict[str, Any] = {
+        "decoder_layers": 4,
+        "decoder_embed_dim": 256,
+        "decoder_ffn_embed_dim": 256 * 4,
+        "decoder_attention_heads": 8,
+        "share_decoder_input_output_embed": True,
+    }
+    return transformer_lm_megatron(vocab_size, **(preset | overrides))
+
+
+def transformer_lm_big(vocab_size: int, **overrides: Any) -> TransformerLMConfig:
+    """fairseq's `transformer_lm_big`: 12 layers of 1024, pre-norm as all of fairseq's named presets, ReLU, untied."""
+    preset: dict[str, Any] = {
+        "decoder_layers": 12,
+        "decoder_embed_dim": 1024,
+        "decoder_ffn_embed_dim": 4096,
+        "decoder_attention_heads": 16,
+        "decoder_normalize_before": True,
+    }
+    return transformer_lm(vocab_size, **(preset | overrides))
+
+
+def transformer_lm_gpt(
+    vocab_size: int, *, layers: int = 12, embed_dim: int = 768, heads: int = 12, **overrides: Any
+) -> TransformerLMConfig:
+    """fairseq's `transformer_lm_gpt`, and in other sizes its `transformer_lm_gpt2_*`: sinusoidal positions, untied."""
+    preset: dict[str, Any] = {
+        "decoder_layers": layers,
+        "decoder_embed_dim": embed_dim,
+        "decoder_ffn_embed_dim": 4 * embed_dim,
+        "decoder_attention_heads": heads,
+        "activation_fn": "gelu",
+        "attention_dropout": 0.1,
+    }
+    return transformer_lm_big(vocab_size, **(preset | overrides))
+
+
+def transformer_lm_gpt3(
+    vocab_size: int, *, layers: int, embed_dim: int, heads: int, **overrides: Any
+) -> TransformerLMConfig:
+    """fairseq's `transformer_lm_gpt3_*`: learned positions, tied, no dropout."""
+    preset: dict[str, Any] = {
+        "decoder_learned_pos": True,
+        "share_decoder_input_output_embed": True,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    return transformer_lm_gpt(vocab_size, layers=layers, embed_dim=embed_dim, heads=heads, **(preset | overrides))
+
+
 def training_flops_per_token(*, vocab_size: int, tokens_per_sample: int, fields: Mapping[str, Any]) -> float:
     """Floating-point operations of forward and backward, for one token of a full block.
 
@@ -211,6 +276,21 @@ def training_flops_per_token(*, vocab_size: int, tokens_per_sample: int, fields:
 
 ARCHITECTURES: dict[str, Callable[..., TransformerLMConfig]] = {
     "transformer_lm": transformer_lm,
+    "transformer_lm_big": transformer_lm_big,
+    "transformer_lm_gpt": transformer_lm_gpt,
+    "transformer_lm_gpt2_small": partial(transformer_lm_gpt, layers=24, embed_dim=1024, heads=16),
+    "transformer_lm_gpt2_medium": partial(transformer_lm_gpt, layers=36, embed_dim=1280, heads=20),
+    "transformer_lm_gpt2_big": partial(transformer_lm_gpt, layers=48, embed_dim=1600, heads=25),
+    "transformer_lm_gpt3_small": partial(transformer_lm_gpt3, layers=12, embed_dim=768, heads=12),
+    "transformer_lm_gpt3_medium": partial(transformer_lm_gpt3, layers=24, embed_dim=1024, heads=16),
+    "transformer_lm_gpt3_large": partial(transformer_lm_gpt3, layers=24, embed_dim=1536, heads=16),
+    "transformer_lm_gpt3_xl": partial(transformer_lm_gpt3, layers=24, embed_dim=2048, heads=32),
+    "transformer_lm_gpt3_2_7": partial(transformer_lm_gpt3, layers=32, embed_dim=2560, heads=32),
+    "transformer_lm_gpt3_6_7": partial(transformer_lm_gpt3, layers=32, embed_dim=4096, heads=32),
+    "transformer_lm_gpt3_13": partial(transformer_lm_gpt3, layers=40, embed_dim=5120, heads=40),
+    "transformer_lm_gpt3_175": partial(transformer_lm_gpt3, layers=96, embed_dim=12288, heads=96),
     "transformer_lm_megatron": transformer_lm_megatron,
     "transformer_lm_megatron_11b": transformer_lm_megatron_11b,
+    "transformer_lm_megatron_small": transformer_lm_megatron_small,
+    "transformer_lm_megatron_tiny": transformer_lm_megatron_tiny,
 }

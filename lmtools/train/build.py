@@ -81,4 +81,14 @@ def build_optimizer(model: TransformerLM, config: TrainConfig) -> ShardedOptimiz
                 master_weights=master_weights,
             )
         case "adafactor":
-            return Adafactor(model.parameters(), lr=lr, weight_decay=weight_decay, master_weights=master_weights)
+            return Adafactor(
+                model.parameters(),
+                lr=lr,
+                eps=config.adafactor_eps,
+                clip_threshold=config.clip_threshold,
+                decay_rate=config.decay_rate,
+                beta1=config.beta1,
+                weight_decay=weight_decay,
+                scale_parameter=config.scale_parameter,
+                master_weights=master_weights,
+            )

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import sys
+import math
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +19,7 @@ from typing import Any, Literal
 
 from lmtools.errors import ConfigError
 from lmtools.models.architectures import ARCHITECTURES, TransformerLMConfig
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from lmtools.train.config_toml import read_toml, write_toml
 
 
 def option(default: Any, help_text: str) -> Any:
@@ -36,10 +33,11 @@ class TrainConfig:
 
     # What and where
     data: str = option("", "Folder that `lmtools binarize` made; several with colons are taken an epoch each.")
-    arch: str = option("transformer_lm", "Preset that the model's fields start from.")
+    arch: str = option("transformer_lm", f"Preset that the model's fields start from: {', '.join(ARCHITECTURES)}.")
     task: Literal["language_modeling"] = option("language_modeling", "What is learned.")
     criterion: Literal["cross_entropy", "vocab_parallel_cross_entropy"] = option(
-        "cross_entropy", "Both are the same loss here; over several --mp ranks the logits are never gathered."
+        "cross_entropy",
+        "The loss; these two are the same here, and over several --mp ranks the logits are never gathered.",
     )
     save_dir: str = option("checkpoints", "Folder for checkpoints, metrics.jsonl and config.toml.")
     seed: int = option(1, "All randomness comes from it.")
@@ -51,6 +49,9 @@ class TrainConfig:
     sample_break_mode: Literal["none", "complete", "eos"] = option("none", "Where blocks may begin and end.")
     batch_size: int | None = option(None, "Blocks in a batch of one replica.")
     max_tokens: int | None = option(None, "Tokens in a batch of one replica, at most.")
+    required_batch_size_multiple: int = option(
+        8, "A batch of fewer than --batch-size blocks is cut to a multiple of this, if it has as many."
+    )
     batch_size_valid: int | None = option(None, "Blocks in a validation batch; as --batch-size if not given.")
     num_workers: int = option(1, "Background threads that prepare batches; 0 prepares them in the loop.")
 
@@ -69,30 +70,43 @@ class TrainConfig:
     memory_efficient_fp16: bool = option(False, "As --fp16 without master weights.")
     memory_efficient_bf16: bool = option(False, "As --bf16 without master weights.")
     fp16_init_scale: int = option(2**7, "First loss scale.")
-    fp16_scale_window: int | None = option(None, "Updates without overflow before the scale doubles.")
+    fp16_scale_window: int | None = option(
+        None, "Updates without overflow before the scale doubles; if not given, 2**14 batches' worth."
+    )
     fp16_scale_tolerance: float = option(0.0, "Share of updates that may overflow before the scale halves.")
     min_loss_scale: float = option(1e-4, "Below this the run stops.")
     threshold_loss_scale: float | None = option(None, "The scale is not lowered below this.")
 
     # Optimizer
-    optimizer: Literal["adam", "sgd", "adafactor"] = option("adam", "Optimizer.")
+    optimizer: Literal["adam", "sgd", "adafactor"] = option("adam", "How weights follow gradients.")
     lr: float = option(0.25, "Peak learning rate.")
     adam_betas: tuple[float, float] = option((0.9, 0.999), "Adam's decay rates, as 0.9,0.98 or '(0.9, 0.98)'.")
     adam_eps: float = option(1e-8, "Adam's epsilon, added to the uncorrected root.")
     weight_decay: float = option(0.0, "Decoupled weight decay.")
     momentum: float = option(0.0, "SGD's momentum.")
+    adafactor_eps: tuple[float, float] = option(
+        (1e-30, 1e-3), "Adafactor: added to the squared gradient; least size of a parameter for --scale-parameter."
+    )
+    clip_threshold: float = option(1.0, "Adafactor: largest root mean square of an update.")
+    decay_rate: float = option(-0.8, "Adafactor: the second moment's decay at update t is 1 - t ** this.")
+    beta1: float | None = option(None, "Adafactor: decay of the first moment; without it there is none.")
+    scale_parameter: bool = option(False, "Adafactor: multiply the rate by the parameter's root mean square.")
     clip_norm: float = option(0.0, "Largest global gradient norm; 0 does not clip.")
     update_freq: int = option(1, "Batches of one replica in an update.")
 
     # Schedule
-    lr_scheduler: Literal["inverse_sqrt", "cosine", "polynomial_decay", "fixed"] = option("fixed", "Schedule.")
-    warmup_updates: int = option(0, "Updates in which the rate rises to --lr.")
+    lr_scheduler: Literal["inverse_sqrt", "cosine", "polynomial_decay", "fixed"] = option(
+        "fixed", "Course of the learning rate."
+    )
+    warmup_updates: int = option(
+        0, "Updates in which the rate rises to --lr; with inverse_sqrt 4000 if not given, as in fairseq."
+    )
     warmup_init_lr: float = option(-1.0, "Rate at the start of the warm-up; -1 is the schedule's own default.")
-    min_lr: float = option(0.0, "Lowest rate of the cosine schedule.")
+    min_lr: float = option(0.0, "Lowest rate of --lr-scheduler cosine.")
     lr_period_updates: float = option(-1.0, "Updates in the cosine's first period; -1 is all after the warm-up.")
     t_mult: float = option(1.0, "Factor by which the cosine's periods grow.")
     lr_shrink: float = option(0.1, "Factor by which rates shrink: a period of the cosine, an epoch of fixed.")
-    force_anneal: int | None = option(None, "Epoch from which the fixed or polynomial rate shrinks.")
+    force_anneal: int | None = option(None, "Epoch from which the rate of --lr-scheduler fixed shrinks.")
     end_learning_rate: float = option(0.0, "Last rate of polynomial_decay.")
     power: float = option(1.0, "Exponent of polynomial_decay.")
     total_num_update: int | None = option(None, "Update at which polynomial_decay ends; --max-update if not given.")
@@ -111,9 +125,12 @@ class TrainConfig:
     keep_interval_updates: int | None = option(None, "Keep the last so many checkpoints of --save-interval-updates.")
     keep_last_epochs: int | None = option(None, "Keep the last so many checkpoints of whole epochs.")
     keep_best_checkpoints: int | None = option(None, "Keep the best so many checkpoints.")
+    no_epoch_checkpoints: bool = option(
+        False, "Of the checkpoints of whole epochs keep only what checkpoint_last and checkpoint_best name."
+    )
     no_save: bool = option(False, "Write no checkpoints.")
     best_checkpoint_metric: Literal["loss", "ppl"] = option("loss", "What makes a checkpoint the best one.")
-    resume: Literal["auto", "never"] = option("auto", "auto goes on from checkpoint_last, if there is one.")
+    resume: Literal["auto", "never"] = option("auto", "Whether to go on from checkpoint_last, if there is one.")
     restore_file: str | None = option(None, "Checkpoint to start from, lmtools' or fairseq's.")
     finetune_from: str | None = option(None, "Checkpoint whose weights to start from, with all else new.")
     reset_optimizer: bool = option(False, "Do not load the optimizer's state.")
@@ -122,10 +139,12 @@ class TrainConfig:
     reset_meters: bool = option(False, "Forget the best validation loss and the time spent.")
 
     # Faults and reports
-    nan: Literal["stop", "skip"] = option("stop", "What a loss that is not finite does.")
+    nan: Literal["stop", "skip"] = option("stop", "What is done about a loss that is not finite.")
     restarts: int = option(0, "How often all workers are started again from the last checkpoint after a failure.")
     log_interval: int = option(10, "Updates between log lines.")
-    log_format: Literal["rich", "json", "none"] = option("rich", "How progress is shown on stderr.")
+    log_format: Literal["rich", "simple", "json", "none"] = option(
+        "rich", "How progress is shown on stderr; rich is one live line on a terminal, simple a line each time."
+    )
     tensorboard_logdir: str | None = option(None, "Folder for TensorBoard.")
 
 
@@ -140,6 +159,41 @@ class Run:
 MODEL_FIELDS = {field.name: field for field in dataclasses.fields(TransformerLMConfig) if field.name != "vocab_size"}
 TRAIN_FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 
+_WARMUP_OF_INVERSE_SQRT = 4000
+"""fairseq's default, which published command lines rely on; its other schedules have none."""
+
+_ONE_FOR_EACH_EPOCH = ("lr", "update_freq")
+"""Options of which fairseq takes a list, one value for each epoch."""
+
+_NO_LIMIT_AT_0 = (
+    "max_update",
+    "max_epoch",
+    "stop_time_hours",
+    "patience",
+    "keep_interval_updates",
+    "keep_last_epochs",
+    "keep_best_checkpoints",
+)
+"""Limits that fairseq writes as 0 or -1 where there is none."""
+
+_LEAST = dict.fromkeys(
+    (
+        *("tokens_per_sample", "batch_size", "batch_size_valid", "max_tokens", "required_batch_size_multiple"),
+        *("mp", "dp", "update_freq", "fp16_init_scale", "fp16_scale_window"),
+        *("validate_interval", "save_interval", "log_interval", "max_target_positions"),
+        *("decoder_layers", "decoder_embed_dim", "decoder_ffn_embed_dim", "decoder_attention_heads"),
+    ),
+    1,
+) | dict.fromkeys(
+    (
+        *("num_workers", "restarts", "validate_interval_updates", "save_interval_updates"),
+        *("fp16_scale_tolerance", "min_loss_scale", "adam_eps", "weight_decay", "momentum", "clip_norm"),
+        *("dropout", "attention_dropout", "activation_dropout"),
+    ),
+    0,
+)
+"""The least value of a number; those of the schedule are in `schedule.py`."""
+
 
 def resolve(file: Path | None, flags: Mapping[str, Any]) -> Run:
     """Put a configuration together: defaults < preset < file < flags.
@@ -149,59 +203,68 @@ def resolve(file: Path | None, flags: Mapping[str, Any]) -> Run:
         flags: the fields that were given on the command line.
 
     Raises:
-        ConfigError: an unknown field, with the nearest one; a value of the wrong type; fields that contradict each
-            other.
+        ConfigError: an unknown field, with the nearest one; a value of the wrong type or out of range; fields that
+            contradict each other.
     """
-    given = dict(_read_toml(file)) if file is not None else {}
-    given |= flags
-    for name in given:
+    from_file = read_toml(file) if file is not None else {}
+    hints = typing.get_type_hints(TransformerLMConfig) | typing.get_type_hints(TrainConfig)
+    given: dict[str, Any] = {}
+    for name, value in {**from_file, **flags}.items():
+        where = f"--{name.replace('_', '-')}" if name in flags else f"{file}: {name}"
         if name not in TRAIN_FIELDS and name not in MODEL_FIELDS:
             near = difflib.get_close_matches(name, [*TRAIN_FIELDS, *MODEL_FIELDS], n=1)
-            hint = f", did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{file}: unknown key {name!r}{hint}")
-    train = _validated(TrainConfig, {name: value for name, value in given.items() if name in TRAIN_FIELDS}, file)
+            raise ConfigError(f"{where}: unknown{f', did you mean {near[0]}?' if near else ''}")
+        given[name] = _checked(name, value, hints[name], where)
+
+    train_fields = {name: value for name, value in given.items() if name in TRAIN_FIELDS}
+    if train_fields.get("lr_scheduler") == "inverse_sqrt":
+        train_fields.setdefault("warmup_updates", _WARMUP_OF_INVERSE_SQRT)
+    train = TrainConfig(**train_fields)
     if train.arch not in ARCHITECTURES:
         raise ConfigError(f"--arch {train.arch}: expected one of {', '.join(ARCHITECTURES)}")
     overrides = {name: value for name, value in given.items() if name in MODEL_FIELDS}
     overrides.setdefault("max_target_positions", train.tokens_per_sample)
-    preset = dataclasses.asdict(ARCHITECTURES[train.arch](vocab_size=1, **overrides))
-    model = dataclasses.asdict(_validated(TransformerLMConfig, preset, file))
+    model = dataclasses.asdict(ARCHITECTURES[train.arch](vocab_size=1, **overrides))
     del model["vocab_size"]
     _require_sense(train, model)
     return Run(train, model)
 
 
-def _read_toml(file: Path) -> dict[str, Any]:
-    try:
-        values: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: not TOML: {error}") from error
-    return values
-
-
-def _validated(record: type[Any], values: Mapping[str, Any], file: Path | None) -> Any:
+def _checked(name: str, value: Any, hint: Any, where: str) -> Any:
+    """A field's value in the type and the range that it has."""
     from pydantic import TypeAdapter, ValidationError
 
+    if isinstance(value, (list, tuple)):
+        value = tuple(value)
+        if name in _ONE_FOR_EACH_EPOCH:
+            if len(value) != 1:
+                raise ConfigError(f"{where}: one for each epoch is not supported, found {len(value)}; give one")
+            (value,) = value
     try:
-        return TypeAdapter(record).validate_python(values)
+        value = TypeAdapter(hint).validate_python(value, strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        where = f"{file} or --{name.replace('_', '-')}" if file else f"--{name.replace('_', '-')}"
-        raise ConfigError(f"{where}: {first['msg']}, found {first['input']!r}") from error
+        raise ConfigError(f"{where}: {error.errors()[0]['msg'].lower()}, found {value!r}") from error
+    if name in _NO_LIMIT_AT_0 and value is not None and value <= 0:
+        return None
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ConfigError(f"{where}: expected a finite number, found {number}")
+        if name in _LEAST and number is not None and number < _LEAST[name]:
+            raise ConfigError(f"{where}: expected {_LEAST[name]} or more, found {number}")
+    return value
 
 
 def _require_sense(train: TrainConfig, model: Mapping[str, Any]) -> None:
-    if sum([train.fp16, train.bf16, train.memory_efficient_fp16, train.memory_efficient_bf16]) > 1:
-        raise ConfigError("--fp16, --bf16 and their memory-efficient forms: give one of them")
+    if (train.fp16 or train.memory_efficient_fp16) and (train.bf16 or train.memory_efficient_bf16):
+        raise ConfigError("--fp16 and --bf16, or their memory-efficient forms: give one of them")
     if train.batch_size is None and train.max_tokens is None:
         raise ConfigError("--batch-size or --max-tokens: give at least one")
     if train.max_update is None and train.max_epoch is None and train.stop_time_hours is None:
         raise ConfigError("--max-update, --max-epoch or --stop-time-hours: give at least one, or the run never ends")
     if train.restore_file and train.finetune_from:
         raise ConfigError("--restore-file and --finetune-from: give one of them")
+    if not all(0 <= beta < 1 for beta in train.adam_betas):
+        raise ConfigError(f"--adam-betas {train.adam_betas}: expected two numbers from 0 to below 1")
     heads, embed_dim = model["decoder_attention_heads"], model["decoder_embed_dim"]
     if embed_dim % heads:
         raise ConfigError(f"--decoder-attention-heads {heads}: does not divide --decoder-embed-dim {embed_dim}")
@@ -213,23 +276,12 @@ def _require_sense(train: TrainConfig, model: Mapping[str, Any]) -> None:
             f"--tokens-per-sample {train.tokens_per_sample}: longer than --max-target-positions "
             f"{model['max_target_positions']}"
         )
+    for name in ("dropout", "attention_dropout", "activation_dropout"):
+        if model[name] >= 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {model[name]}: expected less than 1, which drops everything")
 
 
 def to_toml(run: Run) -> str:
     """The resolved configuration as a file that `--config` takes."""
-    lines = ["# A run of `lmtools train`; start it again with --config."]
     values = {**dataclasses.asdict(run.train), **run.model}
-    lines += [f"{name} = {_toml_value(value)}" for name, value in values.items() if value is not None]
-    return "\n".join(lines) + "\n"
-
-
-def _toml_value(value: Any) -> str:
-    import json
-
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (tuple, list)):
-        return f"[{', '.join(map(_toml_value, value))}]"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML basic string
-    return repr(value)
+    return "# A run of `lmtools train`; start it again with --config.\n" + write_toml(values)

@@ -125,6 +125,7 @@ def open_data(config: TrainConfig) -> RunData:
             epoch=epoch,
             batch_size=config.batch_size,
             max_tokens=config.max_tokens,
+            required_batch_size_multiple=config.required_batch_size_multiple,
             regroup=len(shards) > 1,
         )
 
