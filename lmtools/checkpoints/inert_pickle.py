@@ -42,6 +42,8 @@ _FOREIGN_PACKAGES = frozenset(
     )
 )
 
+_MAX_NAME_LETTERS = 300
+
 _STORAGE_DTYPES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -114,6 +116,8 @@ def read_pickle(stream: IO[bytes], find_storage: FindStorage | None = None) -> A
 
     def pop_to_mark() -> list[Any]:
         start = marks.pop()
+        if start > len(stack):
+            raise IndexError("a mark above the stack")
         items = stack[start:]
         del stack[start:]
         return items
@@ -150,8 +154,8 @@ def read_pickle(stream: IO[bytes], find_storage: FindStorage | None = None) -> A
             case "EMPTY_TUPLE":
                 stack.append(())
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                marks.append(len(stack) - int(opcode.name[-1]))
-                stack.append(tuple(pop_to_mark()))
+                items = [stack.pop() for _ in range(int(opcode.name[-1]))]
+                stack.append(tuple(reversed(items)))
             case "TUPLE":
                 stack.append(tuple(pop_to_mark()))
             case "EMPTY_LIST":
@@ -233,9 +237,11 @@ def _add(target: Any, values: list[Any]) -> None:
 
 
 def _hashable(key: Any) -> Any:
-    """A key whose hash costs nothing: that of nested tuples that share their parts can take for ever."""
+    """A key that costs nothing: tuples that share their parts take for ever to hash, and long numbers collide."""
     if not isinstance(key, (str, bytes, int, float, type(None))):
         raise TypeError(f"a key of type {type(key).__name__}")
+    if isinstance(key, int) and key.bit_length() > 63:
+        raise TypeError("a number of more than 64 bits as a key")
     return key
 
 
@@ -270,8 +276,8 @@ def _construct(callee: Any, args: Any) -> Any:
 
 
 def _resolve(module: Any, name: Any) -> ForeignClass | _Builder | torch.dtype:
-    if type(module) is not str or type(name) is not str:
-        raise TypeError("a name that is no string")
+    if type(module) is not str or type(name) is not str or len(module) + len(name) > _MAX_NAME_LETTERS:
+        raise TypeError(f"a name that is no string of at most {_MAX_NAME_LETTERS} letters")
     if (builder := _BUILDERS.get((module, name))) is not None:
         return _Builder(builder)
     if module in ("torch", "torch.storage") and name in _STORAGE_DTYPES:
@@ -280,9 +286,7 @@ def _resolve(module: Any, name: Any) -> ForeignClass | _Builder | torch.dtype:
         return _DTYPES[name]
     if (module, name) in _FOREIGN_NAMES or module.partition(".")[0] in _FOREIGN_PACKAGES:
         return ForeignClass(module, name)
-    raise CheckpointError(
-        f"names {f'{module}.{name}'[:200]!r}, which is no data; the file is refused, nothing of it was run"
-    )
+    raise CheckpointError(f"names {f'{module}.{name}'!r}, which is no data; the file is refused, nothing of it was run")
 
 
 # What names stand for: never more than what the arguments already hold -----------------------------------------------
@@ -322,8 +326,8 @@ def _size(sizes: Any) -> tuple[Any, ...]:
     return sizes
 
 
-def _dict() -> dict[Any, Any]:
-    """collections.OrderedDict: its items come later."""
+def _dict(_factory: Any = None) -> dict[Any, Any]:
+    """collections.OrderedDict or defaultdict: the items come later."""
     return {}
 
 
@@ -358,11 +362,17 @@ _BUILDERS: Mapping[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     ("torch", "Size"): _size,
     ("collections", "OrderedDict"): _dict,
+    ("collections", "defaultdict"): _dict,
     ("copyreg", "_reconstructor"): _instance,
     ("copy_reg", "_reconstructor"): _instance,
     ("numpy.core.multiarray", "scalar"): _numpy_scalar,
     ("numpy._core.multiarray", "scalar"): _numpy_scalar,
 }
+
+_BUILTIN_TYPES = (
+    *("bool", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "object", "set", "str"),
+    *("long", "unicode"),  # protocol 2 spells int and str as Python 2 did
+)
 
 _FOREIGN_NAMES = frozenset(
     (
@@ -372,11 +382,8 @@ _FOREIGN_NAMES = frozenset(
         ("numpy.core.multiarray", "_reconstruct"),
         ("numpy._core.multiarray", "_reconstruct"),
         ("torch", "device"),
-        *(
-            (module, name)
-            for module in ("builtins", "__builtin__")
-            for name in ("bytes", "complex", "frozenset", "object", "set")
-        ),
+        *((module, name) for module in ("builtins", "__builtin__") for name in _BUILTIN_TYPES),
+        *(("typing", name) for name in ("Any", "Dict", "List", "Optional", "Tuple", "Union")),  # what omegaconf notes
     )
 )
 """Names of data in packages that have more than data; not worth building."""

@@ -86,6 +86,8 @@ class LazyTensor:
         numbers = (self.storage_offset, *self.shape, *self.stride)
         if len(self.shape) > _MAX_DIMS or not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
             raise CheckpointError("a tensor with an impossible shape, stride or offset")
+        if prod(max(length, 1) for length in self.shape) * self.dtype.itemsize >= 1 << 63:
+            raise CheckpointError(f"a tensor of impossible shape {self.shape}")
         if self.num_bytes == 0:
             return
         last = self.storage_offset + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))

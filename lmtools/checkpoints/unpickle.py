@@ -21,6 +21,7 @@ import io
 import mmap
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,8 @@ def read_torch_file(path: str | Path) -> TorchFile:
             if stream.read(4) == b"PK\x03\x04":
                 return TorchFile(path, "zip", _read_zip(path))
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                if mapped[:2] == b"\x1f\x8b" or mapped[257:262] == b"ustar":
+                    raise CheckpointError("is a gzip or tar archive; unpack it and name a file that was in it")
                 return TorchFile(path, "legacy", _read_legacy(path, mapped))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
@@ -72,7 +75,7 @@ def read_torch_file(path: str | Path) -> TorchFile:
 
 
 def plain(value: Any) -> Any:
-    """Options as plain dicts and lists: a Namespace becomes a dict, an enum member its value.
+    """Options as plain dicts and lists: a Namespace or a DictConfig becomes a dict, an enum member its value.
 
     Raises:
         CheckpointError: nested too deep, or too many, to be options.
@@ -86,8 +89,9 @@ def _plain(value: Any, depth: int, left: Iterator[int]) -> Any:
         raise CheckpointError(f"options are nested deeper than 100 levels, or are more than {_MAX_OPTIONS:,}")
     if isinstance(value, ForeignRecord):
         if isinstance(value.state, Mapping) and value.state:
-            content = value.state.get("_content", value.state)  # omegaconf keeps its values under _content
-            return _plain(content, depth + 1, left)
+            # omegaconf's containers and nodes keep what they hold beside what they know of it.
+            held = next((value.state[name] for name in ("_content", "_val") if name in value.state), value.state)
+            return _plain(held, depth + 1, left)
         return _plain(value.args[0], depth + 1, left) if len(value.args) == 1 else repr(value)
     if isinstance(value, Mapping):
         return {key: _plain(item, depth + 1, left) for key, item in value.items()}
@@ -99,42 +103,53 @@ def _plain(value: Any, depth: int, left: Iterator[int]) -> Any:
 def _read_zip(path: Path) -> Any:
     with zipfile.ZipFile(path) as archive:
         members = {info.filename: info for info in archive.infolist()}
-        pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
-        if len(pickles) != 1:
-            raise CheckpointError(f"a zip archive with {len(pickles)} data.pkl, expected 1; not a file of torch.save")
-        root = pickles[0].removesuffix("data.pkl")
-        if f"{root}byteorder" in members and archive.read(f"{root}byteorder").strip() != b"little":
-            raise CheckpointError("was written on a big-endian machine, which lmtools does not read")
-        storages: dict[str, Storage] = {}
+    pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(pickles) != 1:
+        raise CheckpointError(f"a zip archive with {len(pickles)} data.pkl, expected 1; not a file of torch.save")
+    root = pickles[0].removesuffix("data.pkl")
+    byteorder = members.get(f"{root}byteorder")
+    if byteorder is not None and _read_record(path, byteorder) != b"little":
+        raise CheckpointError("was written on a big-endian machine, which lmtools does not read")
+    storages: dict[str, Storage] = {}
 
-        def find_storage(dtype: torch.dtype, key: str, num_elements: int) -> Storage:
-            if key not in storages:
-                storages[key] = _zip_storage(path, members[f"{root}data/{key}"], key, dtype)
-            return _same_storage(storages[key], dtype, num_elements)
+    def find_storage(dtype: torch.dtype, key: str, num_elements: int) -> Storage:
+        if key not in storages:
+            info = members[f"{root}data/{key}"]
+            storages[key] = Storage(path, key, dtype, info.file_size, _record_offset(path, info), _crc32(info))
+        return _same_storage(storages[key], dtype, num_elements)
 
-        _require_stored(members[pickles[0]])
-        return read_pickle(io.BytesIO(archive.read(pickles[0])), find_storage)
+    return read_pickle(io.BytesIO(_read_record(path, members[pickles[0]])), find_storage)
 
 
-def _require_stored(info: zipfile.ZipInfo) -> None:
+def _read_record(path: Path, info: zipfile.ZipInfo) -> bytes:
+    with open(path, "rb") as stream:
+        stream.seek(_record_offset(path, info))
+        content = stream.read(info.file_size)
+    if _crc32(info) not in (None, zlib.crc32(content)):
+        raise CheckpointError(f"{info.filename} does not have the checksum that the archive says; fetch the file again")
+    return content
+
+
+def _crc32(info: zipfile.ZipInfo) -> int | None:
+    return info.CRC or None  # torch can be told to compute none, and writes 0
+
+
+def _record_offset(path: Path, info: zipfile.ZipInfo) -> int:
+    """Where a record's bytes begin: behind a header of its own, whose length the archive's directory does not say."""
     if info.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(
             f"{info.filename} is compressed, as torch.save never does; unpack the archive and zip it with `zip -0`"
         )
-
-
-def _zip_storage(path: Path, info: zipfile.ZipInfo, key: str, dtype: torch.dtype) -> Storage:
-    _require_stored(info)
     with open(path, "rb") as stream:
         stream.seek(info.header_offset)
         header = stream.read(30)
         if header[:4] != b"PK\x03\x04":
             raise zipfile.BadZipFile(f"no record at the place of {info.filename}")
         name_bytes, extra_bytes = struct.unpack("<HH", header[26:30])
-        offset = info.header_offset + 30 + name_bytes + extra_bytes
+        offset: int = info.header_offset + 30 + name_bytes + extra_bytes
         if offset + info.file_size > stream.seek(0, io.SEEK_END):
             raise zipfile.BadZipFile(f"{info.filename} is cut short")
-    return Storage(path, key, dtype, info.file_size, offset, info.CRC or None)  # torch can be told to compute none
+    return offset
 
 
 def _same_storage(storage: Storage, dtype: torch.dtype, num_elements: int) -> Storage:
@@ -158,7 +173,8 @@ def _read_legacy(path: Path, mapped: mmap.mmap) -> Any:
 
     content = read_pickle(stream, find_storage)
     keys = read_pickle(stream)
-    if not isinstance(keys, list) or sorted(keys) != sorted(storages):
+    # Strings first: comparing lists that share their parts can take for ever.
+    if not (isinstance(keys, list) and all(type(key) is str for key in keys) and sorted(keys) == sorted(storages)):
         raise CheckpointError("its list of storages does not name those that its tensors use; it is damaged")
     for key in keys:
         storage = storages[key]
