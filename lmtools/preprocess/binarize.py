@@ -174,11 +174,12 @@ class _Workshop:
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> Iterator[T]:
         """Run tasks in the workers; their results in order."""
-        return run_ordered(_call, tasks, workers=self.workers, executor=self.pool)
+        return run_ordered(partial(_call, self.job.destdir), tasks, workers=self.workers, executor=self.pool)
 
 
-def _call(task: Callable[[], T]) -> T:
-    return task()
+def _call(destdir: Path, task: Callable[[], T]) -> T:
+    with disk_errors(destdir):
+        return task()
 
 
 def _require_usable_folder(job: BinarizeJob) -> None:

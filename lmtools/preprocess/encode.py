@@ -88,24 +88,27 @@ def copy_dictionary(source: str, path: Path) -> int:
 
 
 class _Lookup(dict[str, int]):
-    """Index of a word, `<unk>` for one that is not known; counts how often that happens."""
+    """Index of every word that is not `<unk>`; counts the others as they come, which saves a pass over the tokens."""
 
-    replaced = 0
+    unk_tokens = 0
+    replaced_tokens = 0
 
     def __missing__(self, word: str) -> int:
-        self.replaced += 1
+        self.unk_tokens += 1
+        self.replaced_tokens += word != SPECIAL_SYMBOLS[Dictionary.unk_index]
         return Dictionary.unk_index
 
 
 @lru_cache(maxsize=1)
-def _indices(dictionary: Path) -> dict[str, int]:
-    """The dictionary of this run: a worker reads it once."""
-    return dict(Dictionary.load(dictionary).indices)
+def _known_words(dictionary: Path) -> dict[str, int]:
+    """The dictionary of this run, which a worker reads once."""
+    indices = Dictionary.load(dictionary).indices
+    return {word: index for word, index in indices.items() if index != Dictionary.unk_index}
 
 
 def encode(text: ByteRange, dictionary: Path, num_types: int, part: Path) -> SplitCounts:
     """Write the tokens of a range to `PART.bin`, and the number of tokens of each line to `PART.sizes`."""
-    lookup = _Lookup(_indices(dictionary))
+    lookup = _Lookup(_known_words(dictionary))
     tokens: list[int] = []
     sizes: list[int] = []
     for line in read_text_lines(text):
@@ -116,7 +119,7 @@ def encode(text: ByteRange, dictionary: Path, num_types: int, part: Path) -> Spl
         sizes.append(len(words) + 1)
     bin_path(part).write_bytes(little_endian(token_typecode(num_types), tokens))
     sizes_path(part).write_bytes(little_endian("i", sizes))
-    return SplitCounts(len(sizes), len(tokens), tokens.count(Dictionary.unk_index), lookup.replaced)
+    return SplitCounts(len(sizes), len(tokens), lookup.unk_tokens, lookup.replaced_tokens)
 
 
 def sizes_path(part: Path) -> Path:

@@ -259,6 +259,14 @@ def test_unknown_words_are_counted_apart_from_those_that_were_unk_in_the_text(tm
     assert counts.replaced_share == 1 / 6
 
 
+def test_unk_with_an_index_of_its_own_is_a_word_like_any_other(tmp_path: Path) -> None:
+    job = use(tmp_path, "a 1\n<unk> 1 #fairseq:overwrite\n", test="a <unk> what\n")
+    counts = binarize(job).splits["test"]
+    assert sentences(job.destdir / "test") == [[4, 5, 3, 2]]
+    assert counts == SplitCounts(sentences=1, tokens=4, unk_tokens=1, replaced_tokens=1)
+    assert (job.destdir / "dict.txt").read_text() == "a 1\n<unk> 1 #fairseq:overwrite\n"
+
+
 def test_a_dictionary_of_65500_types_makes_wider_tokens(tmp_path: Path) -> None:
     rows = "".join(f"w{number} 1\n" for number in range(65_496))
     job = use(tmp_path, rows, test="w65495 w0 what\n")
