@@ -5,20 +5,25 @@ Three things make it so:
 1. A space that stands between two words always begins a new piece, so a line is cut at its spaces by `bytes.split` and
    each word is encoded alone. Where a space stands beside other white space that need not be so; such a line is
    split as a whole by GPT-2's regular expression.
-2. A word that was seen before is looked up, and what is stored is the text of its ids. Text repeats its words; text
-   that does not costs time, not memory: the tables are emptied when they are full.
+2. A word that was seen before is looked up, and so are the pieces of a new one; what is stored is the text of their
+   ids. Text repeats itself; text that does not costs time, not memory: a table is emptied when it is full.
 3. Merging is tiktoken's.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
 
 import tiktoken
 
 from lmtools.preprocess.bpe_reference import SPLIT
 from lmtools.preprocess.gpt2_vocabulary import Vocabulary
 
-_MAX_WORDS = 1 << 17
-_MAX_WORD_BYTES = 64  # longer ones are rare, and not kept: with these bounds a table takes less than 64 MiB
+Text = TypeVar("Text", bound=bytes | str)
+
+_MAX_ENTRIES = 1 << 17
+_MAX_LENGTH = 32  # longer words are rare, and not kept: a full table of words takes 50 MB at most
 
 
 class Encoder:
@@ -39,8 +44,9 @@ class Encoder:
             mergeable_ranks={token: rank for rank, token in enumerate(tokens)},
             special_tokens={},
         )
-        self._first_words = _Words(self, prefix="")
-        self._later_words = _Words(self, prefix=" ")
+        self._pieces = _Memo(self._encode_piece)
+        self._first_words: _Memo[bytes] = _Memo(lambda word: self._encode_word(word, prefix=""))
+        self._later_words: _Memo[bytes] = _Memo(lambda word: self._encode_word(word, prefix=" "))
 
     def encode_line(self, line: str) -> bytes:
         """The ids of a line without white space at its ends, as decimal numbers with a space between them."""
@@ -58,32 +64,34 @@ class Encoder:
 
     def encode_text(self, text: str) -> bytes:
         """The ids of any text, in the same form."""
-        encode = self._tiktoken.encode_ordinary
-        return b" ".join([self._ids[rank] for piece in SPLIT.findall(text) for rank in encode(piece)])
+        return b" ".join([self._pieces[piece] for piece in SPLIT.findall(text)])
+
+    def _encode_word(self, key: bytes, *, prefix: str) -> bytes:
+        # An empty word is what stands between two spaces, of which the first is a piece (never are there three here).
+        word = key.decode("utf-8")
+        if word != word.strip():
+            raise _OtherWhiteSpaceError
+        return self.encode_text(prefix + word)
+
+    def _encode_piece(self, piece: str) -> bytes:
+        return b" ".join([self._ids[rank] for rank in self._tiktoken.encode_ordinary(piece)])
 
 
 class _OtherWhiteSpaceError(Exception):
     """A word begins or ends with white space other than the space: its line may not be cut there."""
 
 
-class _Words(dict[bytes, bytes]):
-    """The ids of words, each behind the same prefix; computes what it lacks.
+class _Memo(dict[Text, bytes]):
+    """Results of a function, computed where they are lacking; bounded in number and size."""
 
-    The empty word stands between two spaces, of which the first is a piece of its own (there are no three in a row).
-    """
-
-    def __init__(self, encoder: Encoder, *, prefix: str) -> None:
+    def __init__(self, compute: Callable[[Text], bytes]) -> None:
         super().__init__()
-        self._encoder = encoder
-        self._prefix = prefix
+        self._compute = compute
 
-    def __missing__(self, key: bytes) -> bytes:
-        word = key.decode("utf-8")
-        if word != word.strip():
-            raise _OtherWhiteSpaceError
-        ids = self._encoder.encode_text(self._prefix + word)
-        if len(key) <= _MAX_WORD_BYTES:
-            if len(self) >= _MAX_WORDS:
+    def __missing__(self, key: Text) -> bytes:
+        result = self._compute(key)
+        if len(key) <= _MAX_LENGTH:
+            if len(self) >= _MAX_ENTRIES:
                 self.clear()
-            self[key] = ids
-        return ids
+            self[key] = result
+        return result
