@@ -162,7 +162,8 @@ class Bench:
         empty.touch()
         self.say(f"- machine: {machine()}; load average at the start {os.getloadavg()[0]:.1f}")
         self.say(f"- versions: Python {platform.python_version()}, lmtools {version('lmtools')}")
-        self.say(f"- command: `python {' '.join(sys.argv)}`")
+        names = [Path(argument).name if "/" in argument else argument for argument in sys.argv[1:]]
+        self.say(f"- command: `python benchmarks/text_binarize.py {' '.join(names)}`")
         self.say(
             f"- text: {self.arguments.text.name}, {self.arguments.repeat} times over, {text.stat().st_size:,} bytes"
         )
@@ -195,6 +196,7 @@ class Bench:
         self.say("")
         for verdict in verdicts:
             self.say(verdict)
+        self.say(f"- load average at the end {os.getloadavg()[0]:.1f}")
 
 
 def main() -> None:
