@@ -4,7 +4,7 @@
 
 The model is small (6 layers, d 512, 8 heads) with random weights, written as a plain fairseq checkpoint; windows have
 1,024 tokens of which 992 are context; the text is one that every Python carries. lmtools and fairseq score the same
-windows in batches of 8, and their losses must agree; XGLM gets as many as it needs for a rate. Reported are tokens scored
+windows in batches of 8, and their losses must agree; XGLM gets fewer. Reported are tokens scored
 per second, without start-up and loading, and the share of the matrix-product peak measured in the same run: the
 floating-point operations that the result needs (the last layer's queries and feed-forward, and the logits, only where
 tokens are scored) per second.
