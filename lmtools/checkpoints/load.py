@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from lmtools.checkpoints.fairseq import FairseqCheckpoint, open_fairseq
-from lmtools.errors import ConfigError
+from lmtools.errors import CheckpointError, ConfigError
 from lmtools.models.transformer_lm import TransformerLM
 from lmtools.parallel.mesh import Mesh
 from lmtools.parallel.parallelize import materialize, parallelize, without_memory
@@ -34,6 +34,28 @@ def require_divisible(checkpoint: FairseqCheckpoint, tp_size: int) -> None:
         sizes = ", ".join(str(size) for size in range(1, num_heads + 1) if num_heads % size == 0)
         raise ConfigError(
             f"--mp {tp_size}: does not divide the model's {num_heads} attention heads; use one of {sizes}"
+        )
+
+
+def require_dictionary_fits(checkpoint: FairseqCheckpoint, num_types: int, where: str | Path) -> None:
+    """Refuse a dictionary of another size than the embedding.
+
+    Args:
+        checkpoint: from `open_checkpoint`.
+        num_types: of the dictionary, special symbols included.
+        where: the dictionary's file, for the message.
+
+    Raises:
+        CheckpointError: the embedding has neither the dictionary's rows, nor these and fairseq's padding of them, a
+            multiple of 8 for each of any number of parts that the heads allow.
+    """
+    rows = checkpoint.config.vocab_size
+    num_heads = checkpoint.config.decoder_attention_heads
+    multiples = [8 * num_parts for num_parts in range(1, num_heads + 1) if num_heads % num_parts == 0]
+    if rows != num_types and rows not in [-(-num_types // multiple) * multiple for multiple in multiples]:
+        raise CheckpointError(
+            f"{where}: has {num_types} types, the embedding of {checkpoint.paths[0].name} has {rows} rows, which is "
+            "neither as many nor as many with fairseq's padding; this is not the dictionary of the checkpoint"
         )
 
 

@@ -22,7 +22,7 @@ from lmtools.cli.many_values import ManyValuesCommand
 from lmtools.cli.quickstart import quickstart
 from lmtools.cli.renorm_ppl import renorm_ppl
 from lmtools.cli.train import command as train
-from lmtools.errors import ConfigError, LmtoolsError, WorkerError
+from lmtools.errors import LmtoolsError, WorkerError
 from lmtools.parallel.launch import prefix_of_rank, worker
 
 app = typer.Typer(
@@ -78,5 +78,5 @@ def main() -> NoReturn:
         if isinstance(error, WorkerError):
             sys.stderr.write(error.traceback)  # a bug keeps its traceback, in a worker too
         print(f"lmtools: {prefix_of_rank()}{error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        sys.exit(error.exit_code)
     sys.exit(0)

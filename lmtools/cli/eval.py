@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmtools.cli.options import JsonOption, print_json, progress_bar, say
-from lmtools.errors import CheckpointError, ConfigError
+from lmtools.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lmtools.checkpoints.fairseq import FairseqCheckpoint
-    from lmtools.data.dictionary import Dictionary
-    from lmtools.evaluate.scoring import Scores
+    from lmtools.evaluate.run import ScoredSplit
     from lmtools.evaluate.splits import EvalSplit
 
 
@@ -36,6 +34,13 @@ class DType(str, Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+class Device(str, Enum):
+    """Where the model computes."""
+
+    cpu = "cpu"
+    cuda = "cuda"
 
 
 def evaluate(
@@ -57,15 +62,24 @@ def evaluate(
         ),
     ] = False,
     batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, help="Windows at a time; no result depends on it.")
-    ] = 8,
+        int | None,
+        typer.Option(
+            "--batch-size",
+            "--max-sentences",
+            min=1,
+            help="Windows at a time, 8 if --max-tokens is not given either; no result depends on it.",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens at a time, padding included: as many windows as fit.")
+    ] = None,
     mp: Annotated[
         int,
         typer.Option("--mp", "--model-parallel-size", min=1, help="Tensor-parallel workers to split the model over."),
     ] = 1,
     dp: Annotated[int, typer.Option("--dp", min=1, help="Replicas that score disjoint windows.")] = 1,
     dtype: Annotated[DType, typer.Option(help="What the model computes in; sums are always float64.")] = DType.float32,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one, if not given.")] = None,
+    device: Annotated[Device | None, typer.Option(help="Default: cuda where there is one.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the result to this JSON file.")] = None,
     scores: Annotated[
         Path | None, typer.Option(help="Write the natural-log probability of every token to this .npy file.")
@@ -86,11 +100,16 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Score every token of a split exactly once and report the perplexity with all its counts."""
+    subsets = gen_subset.split(",")
+    _require_sensible_options(subsets, context_window, add_bos_token, output, scores, resume, orig_tokens or orig_bytes)
+
     import torch
 
-    from lmtools.checkpoints.load import load_model, open_checkpoint, require_divisible
+    from lmtools import __version__
+    from lmtools.checkpoints.load import load_model, open_checkpoint, require_dictionary_fits, require_divisible
     from lmtools.data.dictionary import Dictionary
-    from lmtools.evaluate.result import checkpoint_hashes, result_of
+    from lmtools.evaluate.batches import cut_batches
+    from lmtools.evaluate.result import checkpoint_hashes, result_of, summary_of
     from lmtools.evaluate.run import score_split
     from lmtools.evaluate.splits import open_split
     from lmtools.parallel.launch import is_worker, run_workers
@@ -101,13 +120,15 @@ def evaluate(
     require_divisible(checkpoint, mp)
     maximum = checkpoint.config.max_target_positions
     tokens_per_sample = tokens_per_sample or maximum
-    if tokens_per_sample > maximum:
+    # Positions that were learned end with the last one; those that are computed have one more for <s>.
+    longest = tokens_per_sample + (1 if add_bos_token and checkpoint.config.decoder_learned_pos else 0)
+    if longest > maximum:
         raise ConfigError(
-            f"--tokens-per-sample {tokens_per_sample}: the checkpoint was made for windows of at most {maximum} tokens"
+            f"--tokens-per-sample {tokens_per_sample}: makes windows of {longest} tokens, the checkpoint was made for "
+            f"at most {maximum}"
         )
     dictionary = Dictionary.load(data / "dict.txt")
-    _require_dictionary_fits(dictionary, checkpoint, data / "dict.txt")
-    subsets = gen_subset.split(",")
+    require_dictionary_fits(checkpoint, len(dictionary), data / "dict.txt")
     splits = [
         open_split(
             data,
@@ -120,89 +141,77 @@ def evaluate(
         )
         for name in subsets
     ]
-    _require_sensible_options(subsets, context_window, add_bos_token, output, scores, resume)
+    if batch_size is None and max_tokens is None:
+        batch_size = 8
+    batches = [
+        cut_batches(split.windows, batch_size=batch_size, max_tokens=max_tokens, num_extra=int(add_bos_token))
+        for split in splits
+    ]
 
     if mp * dp > 1 and not is_worker():
         run_workers(sys.argv[1:], num_workers=mp * dp)
         return
 
     settings: dict[str, Any] = {
-        "path": str(path),
-        "data": str(data),
         "tokens_per_sample": tokens_per_sample,
         "context_window": context_window,
         "sample_break_mode": sample_break_mode.value,
         "add_bos_token": add_bos_token,
         "dtype": dtype.value,
     }
-    scored: list[tuple[EvalSplit, Scores, float]] = []
-    with open_mesh(dp=dp, tp=mp, device=device) as mesh:
+    scored: list[ScoredSplit] = []
+    with open_mesh(dp=dp, tp=mp, device=device.value if device else None) as mesh:
         if mesh.rank == 0 and mesh.device.type == "cpu" and dtype is DType.float16:
             say("eval: float16 products are hundreds of times slower than float32 on a CPU; consider --dtype bfloat16")
         model = load_model(checkpoint, mesh, getattr(torch, dtype.value))
-        for split in splits:
-            started = time.monotonic()
-            with progress_bar(f"eval {split.name}", total=split.tokens_to_score, unit="tokens") as advance:
-                log_probs = score_split(
-                    model,
-                    split,
-                    dictionary,
-                    mesh,
-                    batch_size=batch_size,
-                    add_bos_token=add_bos_token,
-                    journal_path=_journal_path(output or scores, split.name),
-                    identity=settings | checkpoint.identity() | split.identity(),
-                    resume=resume,
-                    progress=advance,
+        hashes = checkpoint_hashes(checkpoint.paths, mesh)
+        for split, bounds in zip(splits, batches, strict=True):
+            bar = progress_bar(f"eval {split.name}", total=split.tokens_to_score, unit="tokens")
+            with bar if mesh.rank == 0 else nullcontext(lambda num_tokens: None) as advance:
+                scored.append(
+                    score_split(
+                        model,
+                        split,
+                        dictionary,
+                        mesh,
+                        bounds=bounds,
+                        add_bos_token=add_bos_token,
+                        journal_path=_journal_path(output or scores, split.name),
+                        identity={"lmtools": __version__} | settings | checkpoint.identity() | split.identity(),
+                        resume=resume,
+                        progress=advance,
+                    )
                 )
-            scored.append((split, log_probs, time.monotonic() - started))
     if mesh.rank != 0:
         return
 
     settings |= {
+        "path": str(path),
+        "data": str(data),
         "batch_size": batch_size,
+        "max_tokens": max_tokens,
         "mp": mp,
         "dp": dp,
         "device": str(mesh.device),
         "num_parts": checkpoint.num_parts,
         "model": asdict(checkpoint.config),
-        "checkpoint_sha256": checkpoint_hashes(checkpoint.paths),
+        "checkpoint_sha256": hashes,
     }
     results = []
-    for split, log_probs, seconds in scored:
+    for split, outcome in zip(splits, scored, strict=True):
         original, original_from = _original(split, orig_tokens, orig_bytes)
-        results.append(
-            result_of(
-                split,
-                log_probs,
-                settings=settings,
-                original=original,
-                original_from=original_from,
-                seconds=seconds,
-            )
-        )
-    _write(results, scored, output, scores)
+        results.append(result_of(split, outcome, settings=settings, original=original, original_from=original_from))
+    document = results[0] if len(results) == 1 else {"results": results}
+    _write(document, output, splits[0], scored[0], scores)
     for split in splits:
         journal = _journal_path(output or scores, split.name)
         if journal is not None:
             journal.unlink(missing_ok=True)
     if as_json:
-        print_json(results[0] if len(results) == 1 else {"results": results})
+        print_json(document)
     else:
         for result in results:
-            typer.echo(_summary(result))
-
-
-def _require_dictionary_fits(dictionary: Dictionary, checkpoint: FairseqCheckpoint, where: Path) -> None:
-    """The embedding has the dictionary's types, or these and what fairseq pads a vocabulary with to divide it."""
-    rows = checkpoint.config.vocab_size
-    multiple = 8 * checkpoint.num_parts
-    padded = -(-len(dictionary) // multiple) * multiple
-    if rows not in (len(dictionary), padded):
-        raise CheckpointError(
-            f"{where}: {len(dictionary)} types do not fit the {rows} rows of the checkpoint's embedding "
-            f"(expected {rows}, or a number that fairseq pads to it); this is not the dictionary of the checkpoint"
-        )
+            typer.echo(summary_of(result))
 
 
 def _require_sensible_options(
@@ -212,20 +221,26 @@ def _require_sensible_options(
     output: Path | None,
     scores: Path | None,
     resume: bool,
+    count_by_hand: int | None,
 ) -> None:
+    """What needs no file to be refused."""
     if add_bos_token and context_window:
         raise ConfigError(
             "--add-bos-token with --context-window: <s> would stand before or inside the context; use one"
         )
     if resume and output is None and scores is None:
         raise ConfigError("--resume: needs the --output or --scores of the run that was cut off")
+    if len(set(subsets)) < len(subsets) or "" in subsets:
+        raise ConfigError(f"--gen-subset {','.join(subsets)}: expected names of splits, each once")
     if scores is not None and len(subsets) > 1:
         raise ConfigError("--scores: holds one split; give one --gen-subset")
-    if len(set(subsets)) < len(subsets):
-        raise ConfigError(f"--gen-subset {','.join(subsets)}: names a split twice")
-    for target in (output, scores):
-        if target is not None and not target.absolute().parent.is_dir():
-            raise ConfigError(f"{target}: the folder {target.parent} does not exist")
+    if count_by_hand is not None and len(subsets) > 1:
+        raise ConfigError("--orig-tokens and --orig-bytes: are of one text; give one --gen-subset")
+    if scores is not None and scores == output:
+        raise ConfigError(f"--scores {scores}: is --output too; give two names")
+    for option, target in (("--output", output), ("--scores", scores)):
+        if target is not None and (target.is_dir() or not target.absolute().parent.is_dir()):
+            raise ConfigError(f"{option} {target}: expected a file's name in a folder that exists")
 
 
 def _journal_path(target: Path | None, subset: str) -> Path | None:
@@ -243,10 +258,7 @@ def _original(
 
 
 def _write(
-    results: list[dict[str, Any]],
-    scored: list[tuple[EvalSplit, Scores, float]],
-    output: Path | None,
-    scores: Path | None,
+    document: dict[str, Any], output: Path | None, split: EvalSplit, scored: ScoredSplit, scores: Path | None
 ) -> None:
     import numpy as np
 
@@ -254,31 +266,7 @@ def _write(
     from lmtools.files import atomic_write, atomic_write_text
 
     if scores is not None:
-        split, log_probs, _ = scored[0]
         with atomic_write(scores) as stream:
-            np.save(stream, scores_of_every_token(split, log_probs))
+            np.save(stream, scores_of_every_token(split, scored.log_probs))
     if output is not None:
-        document = results[0] if len(results) == 1 else {"results": results}
         atomic_write_text(output, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def _summary(result: dict[str, Any]) -> str:
-    lines = [
-        f"{result['subset']}: loss {result['loss_base2']:.4f} bits, perplexity {result['perplexity']:.2f} "
-        f"over {result['tokens_scored']:,} tokens (window {result['tokens_per_sample']}, "
-        f"context {result['context_window']}, {result['dtype']})"
-    ]
-    if result["tokens_skipped"]:
-        lines.append(
-            f"  NOT scored: {result['tokens_skipped']:,} of {result['tokens_in_split']:,} tokens, in sentences that do "
-            "not fit a window"
-        )
-    original = result["original"]
-    if result["word_perplexity"] is not None:
-        lines.append(
-            f"  perplexity per original token {result['word_perplexity']:.2f} "
-            f"(over {original['tokens']:,} words and line ends, {result['original_from']})"
-        )
-    if result["bits_per_byte"] is not None:
-        lines.append(f"  {result['bits_per_byte']:.4f} bits per byte ({original['num_bytes']:,} bytes)")
-    return "\n".join(lines)

@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from lmtools import __version__
+from lmtools.data.dictionary import Dictionary
 from lmtools.data.indexed import bin_path, idx_path
-from lmtools.evaluate.perplexity import bits_per_byte, nats_to_bits, perplexity_of_bits
-from lmtools.evaluate.scoring import Scores
+from lmtools.evaluate.perplexity import bits_per_byte, nats_to_bits, perplexity_of_bits, word_perplexity
+from lmtools.evaluate.run import ScoredSplit
 from lmtools.evaluate.splits import EvalSplit
 from lmtools.files import sha256_file
+from lmtools.parallel.mesh import Mesh
 
 FORMAT = "lmtools-eval"
 FORMAT_VERSION = 1
@@ -23,34 +26,35 @@ FORMAT_VERSION = 1
 
 def result_of(
     split: EvalSplit,
-    scores: Scores,
+    scored: ScoredSplit,
     *,
     settings: Mapping[str, Any],
     original: Mapping[str, Any] | None,
     original_from: str | None,
-    seconds: float,
 ) -> dict[str, Any]:
     """Everything that is known about one evaluated split, as JSON values.
 
     Args:
         split: what was scored.
-        scores: float32 natural-log probabilities of all its scored tokens.
+        scored: all its scores.
         settings: the options, mesh and checkpoint of the run; merged into the result.
         original: counts of the original text, with the keys of `OriginalText`, or None.
         original_from: where these counts come from: `manifest` or `given`.
-        seconds: wall-clock time of scoring.
 
     Returns:
         A mapping whose sums are float64 and whose counts are exact. `word_perplexity` and `bits_per_byte` are null
-        when the original counts are unknown or part of the split was not scored.
+        when the original counts are unknown or part of the split was not scored. `seconds` and `tokens_per_second` are
+        of this run alone, `tokens_resumed` of the tokens were scored by one before it.
+
+    Raises:
+        DataError: the loss is so high that no float holds its perplexity.
     """
-    num_scored = len(scores)
+    num_scored = len(scored.log_probs)
     assert num_scored == split.tokens_to_score, "every token of every window is scored exactly once"
-    total_nats = -float(np.sum(scores, dtype=np.float64))
+    total_nats = -float(np.sum(scored.log_probs, dtype=np.float64))
     loss_nats = total_nats / num_scored
     loss_base2 = nats_to_bits(loss_nats)
     whole: Mapping[str, Any] = original if original is not None and split.tokens_skipped == 0 else {}
-    total_bits = nats_to_bits(total_nats)
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -62,18 +66,45 @@ def result_of(
         "tokens_scored": num_scored,
         "tokens_in_split": split.tokens_in_split,
         "tokens_skipped": split.tokens_skipped,
+        "tokens_unk": split.count_scored(Dictionary.unk_index),
         "num_sentences": split.num_sentences,
         "num_windows": len(split.windows),
-        "word_perplexity": perplexity_of_bits(total_bits / whole["tokens"]) if whole.get("tokens") else None,
+        "word_perplexity": word_perplexity(total_nats, whole["tokens"]) if whole.get("tokens") else None,
         "bits_per_byte": bits_per_byte(total_nats, whole["num_bytes"]) if whole.get("num_bytes") else None,
         "original": original,
         "original_from": original_from,
         **settings,
         "data_sha256": data_hashes(split),
         "versions": versions(),
-        "seconds": seconds,
-        "tokens_per_second": num_scored / seconds if seconds > 0 else None,
+        "tokens_resumed": scored.tokens_resumed,
+        "seconds": scored.seconds,
+        "tokens_per_second": (num_scored - scored.tokens_resumed) / scored.seconds if scored.seconds > 0 else None,
     }
+
+
+def summary_of(result: Mapping[str, Any]) -> str:
+    """A result as a few lines for a person."""
+    scored, original = result["tokens_scored"], result["original"]
+    lines = [
+        f"{result['subset']}: loss {result['loss_base2']:.4f} bits, perplexity {result['perplexity']:,.2f} over "
+        f"{scored:,} tokens (window {result['tokens_per_sample']}, context {result['context_window']}, "
+        f"{result['dtype']})"
+    ]
+    if result["tokens_skipped"]:
+        lines.append(
+            f"  NOT scored: {result['tokens_skipped']:,} of {result['tokens_in_split']:,} tokens, in sentences that do "
+            "not fit a window"
+        )
+    if result["tokens_unk"]:
+        lines.append(f"  <unk>: {result['tokens_unk']:,} of the tokens ({100 * result['tokens_unk'] / scored:.2f} %)")
+    if result["word_perplexity"] is not None:
+        source = "given by hand" if original["path"] is None else f"words and line ends of {original['path']}"
+        lines.append(
+            f"  per original token: perplexity {result['word_perplexity']:,.2f} over {original['tokens']:,} ({source})"
+        )
+    if result["bits_per_byte"] is not None:
+        lines.append(f"  per original byte: {result['bits_per_byte']:.4f} bits over {original['num_bytes']:,}")
+    return "\n".join(lines)
 
 
 def data_hashes(split: EvalSplit) -> dict[str, str]:
@@ -82,9 +113,15 @@ def data_hashes(split: EvalSplit) -> dict[str, str]:
     return {path.name: sha256_file(path) for path in files}
 
 
-def checkpoint_hashes(paths: Sequence[Path]) -> dict[str, str]:
-    """The sha256 of each file of a checkpoint."""
-    return {path.name: sha256_file(path) for path in paths}
+def checkpoint_hashes(paths: Sequence[Path], mesh: Mesh) -> dict[str, str]:
+    """The sha256 of each file of a checkpoint. Every rank of the mesh must call it: each hashes its share."""
+    own = {path.name: sha256_file(path) for path in paths[mesh.rank :: mesh.world_size]}
+    if mesh.world_size == 1:
+        return own
+    shares: list[dict[str, str]] = [{} for _ in range(mesh.world_size)]
+    dist.all_gather_object(shares, own)
+    hashes = {name: digest for share in shares for name, digest in share.items()}
+    return {path.name: hashes[path.name] for path in paths}
 
 
 def versions() -> dict[str, str]:

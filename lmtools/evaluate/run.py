@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,27 @@ import torch
 import torch.distributed as dist
 
 from lmtools.data.dictionary import Dictionary
+from lmtools.evaluate.batches import Bounds, tokens_after_rounds
 from lmtools.evaluate.journal import ScoreJournal
 from lmtools.evaluate.scoring import Scores, score_windows
 from lmtools.evaluate.splits import EvalSplit
 from lmtools.models.transformer_lm import TransformerLM
 from lmtools.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class ScoredSplit:
+    """What came out of an evaluation.
+
+    Attributes:
+        log_probs: float32 natural-log probabilities of the scored tokens, in stream order; on rank 0, empty on others.
+        tokens_resumed: how many of them a run before this one had scored.
+        seconds: wall-clock time of scoring the others.
+    """
+
+    log_probs: Scores
+    tokens_resumed: int
+    seconds: float
 
 
 def score_split(
@@ -24,13 +42,13 @@ def score_split(
     dictionary: Dictionary,
     mesh: Mesh,
     *,
-    batch_size: int,
+    bounds: Bounds,
     add_bos_token: bool,
     journal_path: Path | None,
     identity: Mapping[str, Any],
     resume: bool,
     progress: Callable[[int], None],
-) -> Scores:
+) -> ScoredSplit:
     """Score a split, from its start or from where a journal left off. Every rank of the mesh must call it.
 
     Args:
@@ -38,26 +56,26 @@ def score_split(
         split: from `open_split`.
         dictionary: the split's.
         mesh: where we are.
-        batch_size: windows that one replica takes at a time; no result depends on it.
+        bounds: of the batches, from `cut_batches`; no result depends on them.
         add_bos_token: put `<s>` at the head of each window.
         journal_path: where finished rounds are kept until the end; None keeps none.
-        identity: what the scores depend on, see `ScoreJournal`.
+        identity: what the scores depend on, see `ScoreJournal`; rank 0's counts.
         resume: continue the journal, if there is one.
         progress: called on rank 0 with the number of tokens that were just scored.
-
-    Returns:
-        float32 natural-log probabilities of the scored tokens, in stream order, on rank 0; empty on the others.
     """
+    started = time.monotonic()
     pieces: list[Scores] = []
-    first_window = 0
+    first_round = 0
     journal = None
     if mesh.rank == 0 and journal_path is not None:
-        if resume and journal_path.exists():
-            journal, done, first_window = ScoreJournal.reopen(journal_path, identity, split.windows)
+        if resume and journal_path.exists() and journal_path.stat().st_size > 0:
+            rounds = tokens_after_rounds(split.windows, bounds, mesh.dp_size)
+            journal, done, first_round = ScoreJournal.reopen(journal_path, identity, rounds)
             pieces.append(done)
             progress(len(done))
         else:
             journal = ScoreJournal.create(journal_path, identity)
+    tokens_resumed = sum(map(len, pieces))
 
     def on_round(scores: Scores) -> None:
         if journal is not None:
@@ -71,16 +89,17 @@ def score_split(
             split.tokens,
             split.windows,
             mesh,
-            batch_size=batch_size,
+            bounds=bounds,
             eos_index=dictionary.eos_index,
             bos_index=dictionary.bos_index if add_bos_token else None,
-            first_window=_same_on_all_ranks(first_window, mesh),
+            first_round=_same_on_all_ranks(first_round, mesh),
             on_round=on_round,
         )
     finally:
         if journal is not None:
             journal.close()
-    return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.float32)
+    log_probs = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.float32)
+    return ScoredSplit(log_probs, tokens_resumed, time.monotonic() - started)
 
 
 def _same_on_all_ranks(value: int, mesh: Mesh) -> int:

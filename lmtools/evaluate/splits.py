@@ -46,6 +46,12 @@ class EvalSplit:
         """How many tokens the windows score together."""
         return self.tokens_in_split - self.tokens_skipped
 
+    def count_scored(self, token_type: int) -> int:
+        """How many of the scored tokens are of one type."""
+        places = np.flatnonzero(self.tokens == token_type)
+        starts, ends = self.windows[:, 1], self.windows[:, 2]
+        return int((np.searchsorted(places, ends) - np.searchsorted(places, starts)).sum())
+
     def identity(self) -> dict[str, Any]:
         """What the scores depend on here: the tokens, and which are scored with which context."""
         return {

@@ -44,6 +44,7 @@ def report(error: Exception) -> dict[str, Any]:
         "kind": kind,
         "message": message,
         "traceback": "".join(traceback.format_exception(error)) if kind == "bug" else "",
+        "exit_code": error.exit_code if isinstance(error, LmtoolsError) else 1,
         "time": now,
         "timestamp": int(now),
     }
@@ -63,7 +64,11 @@ def worker_error(failures: Sequence[Failure]) -> WorkerError:
     _, cause = min(enumerate(failures), key=likelihood)
     if "kind" not in cause.report:
         return WorkerError(_last_words(cause))
-    return WorkerError(f"rank {cause.rank}: {cause.report['message']}", traceback=cause.report["traceback"])
+    return WorkerError(
+        f"rank {cause.rank}: {cause.report['message']}",
+        traceback=cause.report["traceback"],
+        exit_code=cause.report["exit_code"],
+    )
 
 
 def _distance_from_cause(failure: Failure, *, noticed_first: bool) -> int:

@@ -1,4 +1,4 @@
-"""A killed evaluation continues with its next window, and never with another evaluation's scores."""
+"""A killed evaluation continues with its next round, and never with another evaluation's scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lmtools.errors import ConfigError
 from lmtools.evaluate.journal import ScoreJournal
 
-WINDOWS = np.array([[0, 0, 4], [0, 4, 8], [4, 8, 12], [8, 12, 14]])
+ROUNDS = np.array([4, 8, 12, 14])
 IDENTITY = {"path": "model.pt", "context_window": 4}
 
 
@@ -23,40 +23,72 @@ def write(path: Path, *rounds: list[float]) -> None:
     journal.close()
 
 
-def test_continues_after_the_last_whole_window(tmp_path):
+def test_continues_after_the_last_whole_round(tmp_path):
     path = tmp_path / "journal"
-    write(path, [-1.0] * 4, [-2.0] * 6)  # 4 + 4 tokens are two windows, two more begin a third
-    journal, scores, num_windows = ScoreJournal.reopen(path, IDENTITY, WINDOWS)
-    assert num_windows == 2
+    write(path, [-1.0] * 4, [-2.0] * 6)  # 4 + 4 tokens are two rounds, two more begin a third
+    journal, scores, num_rounds = ScoreJournal.reopen(path, IDENTITY, ROUNDS)
+    assert num_rounds == 2
     assert scores.tolist() == [-1.0] * 4 + [-2.0] * 4
     journal.append(np.array([-3.0] * 4, dtype=np.float32))
     journal.close()
-    journal, scores, num_windows = ScoreJournal.reopen(path, IDENTITY, WINDOWS)
+    journal, scores, num_rounds = ScoreJournal.reopen(path, IDENTITY, ROUNDS)
     journal.close()
-    assert num_windows == 3
+    assert num_rounds == 3
     assert scores.tolist() == [-1.0] * 4 + [-2.0] * 4 + [-3.0] * 4
 
 
+def test_rounds_of_another_size_continue_at_one_of_their_own_ends(tmp_path):
+    path = tmp_path / "journal"
+    write(path, [-1.0] * 4, [-2.0] * 4, [-3.0] * 4)
+    journal, scores, num_rounds = ScoreJournal.reopen(path, IDENTITY, np.array([8, 14]))
+    journal.close()
+    assert num_rounds == 1
+    assert scores.tolist() == [-1.0] * 4 + [-2.0] * 4
+
+
 @given(st.integers(0, 14 * 4))
-def test_any_cut_leaves_whole_windows(tmp_path_factory, num_bytes):
+def test_any_cut_leaves_whole_rounds(tmp_path_factory, num_bytes):
     path = tmp_path_factory.mktemp("cut") / "journal"
     expected = np.arange(14, dtype=np.float32)
     write(path, expected.tolist())
     header = path.read_bytes().index(b"\n") + 1
     path.write_bytes(path.read_bytes()[: header + num_bytes])
-    journal, scores, num_windows = ScoreJournal.reopen(path, IDENTITY, WINDOWS)
+    journal, scores, num_rounds = ScoreJournal.reopen(path, IDENTITY, ROUNDS)
     journal.close()
-    num_tokens = int(WINDOWS[num_windows - 1, 2]) if num_windows else 0
+    num_tokens = int(ROUNDS[num_rounds - 1]) if num_rounds else 0
     assert scores.tolist() == expected[:num_tokens].tolist()
-    assert num_bytes < 4 * 14 or num_windows == len(WINDOWS)
+    assert num_bytes < 4 * 14 or num_rounds == len(ROUNDS)
     assert path.stat().st_size == header + 4 * num_tokens
+
+
+def test_a_new_journal_replaces_an_old_one(tmp_path):
+    path = tmp_path / "journal"
+    write(path, [-1.0] * 14)
+    write(path, [-2.0] * 4)
+    journal, scores, _ = ScoreJournal.reopen(path, IDENTITY, ROUNDS)
+    journal.close()
+    assert scores.tolist() == [-2.0] * 4
+
+
+def test_one_evaluation_at_a_time(tmp_path):
+    path = tmp_path / "journal"
+    journal = ScoreJournal.create(path, IDENTITY)
+    journal.append(np.array([-1.0] * 4, dtype=np.float32))
+    with pytest.raises(ConfigError, match="another evaluation is writing it"):
+        ScoreJournal.create(path, IDENTITY)
+    with pytest.raises(ConfigError, match="another evaluation is writing it"):
+        ScoreJournal.reopen(path, IDENTITY, ROUNDS)
+    journal.close()
+    journal, scores, _ = ScoreJournal.reopen(path, IDENTITY, ROUNDS)
+    journal.close()
+    assert scores.tolist() == [-1.0] * 4, "who was refused took nothing away"
 
 
 def test_another_evaluation_is_refused_by_what_differs(tmp_path):
     path = tmp_path / "journal"
     write(path, [-1.0] * 4)
     with pytest.raises(ConfigError, match="context_window 4, this one has 8"):
-        ScoreJournal.reopen(path, IDENTITY | {"context_window": 8}, WINDOWS)
+        ScoreJournal.reopen(path, IDENTITY | {"context_window": 8}, ROUNDS)
 
 
 @pytest.mark.parametrize("content", [b"", b"not json\n", b'{"path": "mod', b"[1]\n"])
@@ -64,4 +96,4 @@ def test_what_is_no_journal_is_refused(tmp_path, content):
     path = tmp_path / "journal"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="not a journal"):
-        ScoreJournal.reopen(path, IDENTITY, WINDOWS)
+        ScoreJournal.reopen(path, IDENTITY, ROUNDS)

@@ -31,7 +31,14 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-_PRELOAD = ["torch.distributed.tensor.parallel", "torch.distributed.checkpoint", "numpy", "pytest", "hypothesis"]
+_PRELOAD = [
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint",
+    "torch._dynamo",  # a second of CPU, which the first DTensor of a process imports
+    "numpy",
+    "pytest",
+    "hypothesis",
+]
 
 
 class RankError(Exception):
