@@ -124,6 +124,8 @@ def check_vocabulary(vocabulary: Vocabulary, files: VocabularyFiles) -> None:
 def _read_ids(path: Path) -> dict[bytes, int]:
     try:
         entries = json.loads(_read_text(path))
+        if not isinstance(entries, dict):
+            raise TypeError("expected an object")
         ids = dict(zip(_to_bytes(list(entries)), entries.values(), strict=True))
     except (ValueError, TypeError) as error:
         raise DataError(f"{path}: not an encoder.json of a byte-level BPE ({error})") from error

@@ -18,6 +18,8 @@ from lmtools.errors import DataError, WorkerError
 from lmtools.preprocess.workers import available_cores, run_ordered, worker_pool
 from tests.support import tasks
 
+REPOSITORY = Path(__file__).parents[2]
+
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_results_come_in_the_order_of_the_items(workers: int) -> None:
@@ -44,7 +46,7 @@ def test_workers_have_nothing_that_only_their_parent_imported() -> None:
         if __name__ == "__main__":
             print(*run_ordered(tasks.is_imported, ["decimal", "torch", "numpy", "lmtools.errors"], workers=2))
     """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout == "False False False True\n"
 
 
@@ -108,7 +110,7 @@ def test_an_exception_ends_the_workers_at_once(tmp_path: Path) -> None:
 def test_no_worker_outlives_its_parent(tmp_path: Path, signal_number: int, to_group: bool, exit_code: int) -> None:
     command = [sys.executable, "-m", "tests.support.tasks", str(tmp_path / "output")]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as parent:
         assert parent.stdout is not None
         assert parent.stderr is not None
