@@ -36,8 +36,12 @@ class FairseqTraining:
     adam_step: int
 
 
-def read_fairseq_training(checkpoint: FairseqCheckpoint) -> FairseqTraining:
+def read_fairseq_training(checkpoint: FairseqCheckpoint, *, with_moments: bool = True) -> FairseqTraining:
     """Read a run's progress and find its moments, without reading their values.
+
+    Args:
+        checkpoint: from `open_fairseq`.
+        with_moments: False passes the optimizer's state over, whatever it is.
 
     Raises:
         CheckpointError: the optimizer's state is not Adam's, or is not laid out by parameter (as with fairseq's
@@ -49,7 +53,7 @@ def read_fairseq_training(checkpoint: FairseqCheckpoint) -> FairseqTraining:
     iterator = plain(first.get("extra_state", {}).get("train_iterator") or {})
     config = plain({key: first.get(key) for key in ("args", "cfg")})
     parts = [
-        _moments_of_part(content, part, str(path))
+        _moments_of_part(content if with_moments else {}, part, str(path))
         for content, part, path in zip(contents, checkpoint.parts, checkpoint.paths, strict=True)
     ]
     steps = {step for _, step in parts if step is not None}

@@ -16,12 +16,13 @@ an allow-list that constructs the handful of record types it is made of, and not
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
@@ -113,27 +114,32 @@ class CheckpointWriter:
         """Every rank must make one: the saves' collectives run in a group of their own, beside the training loop's."""
         _expect_a_single_process()
         self._mesh = mesh
-        self._group = dist.new_group(backend="gloo") if mesh.world_size > 1 else None
-        self._pending: tuple[Path, Mapping[str, Any], Future[Any]] | None = None
+        # A rank may wait for another's disk longer than a collective of the training loop ever takes.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if mesh.world_size > 1 else None
+        self._pending: _Pending | None = None
 
-    def start(self, target: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+    def start(
+        self, target: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any], *, links: Sequence[str] = ()
+    ) -> None:
         """Begin to save; returns when the tensors are copied. Every rank must call it, after `finish`.
 
         Args:
             target: the checkpoint's folder.
             tensors: this rank's share of every tensor, by name; DTensors where they are split.
             record: JSON values: configuration and progress.
+            links: names beside the target that will stand for it once it is complete.
+
+        Raises:
+            CheckpointError: its folder cannot be made.
         """
         assert self._pending is None, "a save is under way"
         temporary = _temporary(target)
-        problem = ""
-        if self._mesh.rank == 0:
-            try:
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir(parents=True)
-            except OSError as error:
-                problem = _cause(error)
-        _require_none(problem, target, self._mesh)
+
+        def make_folder() -> None:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+
+        self._on_first_rank(target, make_folder)
         future = dcp.async_save(
             dict(tensors),
             storage_writer=dcp.FileSystemWriter(temporary, sync_files=True),
@@ -142,11 +148,11 @@ class CheckpointWriter:
         )
         assert isinstance(future, Future)
         header = {"format": FORMAT, "format_version": FORMAT_VERSION}
-        self._pending = target, header | dict(record), future
+        self._pending = _Pending(target, header | dict(record), tuple(links), future)
 
     def written(self) -> bool:
         """Whether this rank has written its share of the save under way. `finish` will then not have to wait for it."""
-        return self._pending is not None and self._pending[2].done()
+        return self._pending is not None and self._pending.future.done()
 
     def finish(self) -> Path | None:
         """Wait for the save under way, if there is one, and give it its name. Every rank must call it.
@@ -159,46 +165,94 @@ class CheckpointWriter:
         """
         if self._pending is None:
             return None
-        target, record, future = self._pending
-        self._pending = None
-        temporary = _temporary(target)
-        problem = ""
+        pending, self._pending = self._pending, None
+        temporary = _temporary(pending.target)
         try:
-            future.result()
-            if self._mesh.rank == 0:
-                atomic_write_text(temporary / RECORD_NAME, json.dumps(record, indent=2) + "\n")
-        except (CheckpointException, LmtoolsError, OSError, RuntimeError) as error:
-            problem = _cause(error)
-        try:
-            _require_none(problem, target, self._mesh)
+            self._on_every_rank(pending.target, pending.future.result)
+            self._on_first_rank(pending.target, lambda: _complete(temporary, pending))
         except CheckpointError:
             if self._mesh.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        if self._mesh.rank == 0:
-            if target.exists():  # the same update again, after a resume from an earlier one
-                old = temporary.with_suffix(".old")
-                target.rename(old)
-                temporary.rename(target)
-                shutil.rmtree(old)
-            else:
-                temporary.rename(target)
-            fsync_directory(target.parent)
-        _barrier(self._mesh)
-        return target
+        return pending.target
+
+    def link(self, target: Path, links: Sequence[str]) -> None:
+        """Let names beside a complete checkpoint stand for it. Every rank must call it.
+
+        Raises:
+            CheckpointError: a link could not be written.
+        """
+        self._on_first_rank(target, lambda: _link(target, links))
+
+    def _on_first_rank(self, target: Path, action: Callable[[], Any]) -> None:
+        self._on_every_rank(target, action if self._mesh.rank == 0 else lambda: None)
+
+    def _on_every_rank(self, target: Path, action: Callable[[], Any]) -> None:
+        """Act, and raise on every rank what any rank has met: a rank that goes on alone would wait for ever."""
+        problem = ""
+        try:
+            action()
+        except (CheckpointException, LmtoolsError, OSError, RuntimeError) as error:
+            problem = _cause(error)
+        problems: list[Any] = [problem]
+        if self._mesh.world_size > 1:
+            problems = [None] * self._mesh.world_size
+            dist.all_gather_object(problems, problem)
+        if any(problems):
+            raise CheckpointError(f"{target}: could not be written: {next(filter(None, problems))}")
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A save under way."""
+
+    target: Path
+    record: Mapping[str, Any]
+    links: tuple[str, ...]
+    future: Future[Any]
+
+
+def _complete(temporary: Path, pending: _Pending) -> None:
+    """All tensors are on the disk: add the record, give the folder its name, let the links name it."""
+    target = pending.target
+    atomic_write_text(temporary / RECORD_NAME, json.dumps(pending.record, indent=2, allow_nan=False) + "\n")
+    if target.exists():  # of a run that was started anew; no link names it any more
+        remove_checkpoint(target)
+    temporary.rename(target)
+    fsync_directory(target.parent)
+    _link(target, pending.links)
 
 
 def _temporary(target: Path) -> Path:
     return target.with_name(f".{target.name}.tmp")
 
 
-def point(link: Path, target: Path) -> None:
-    """Make `link` (checkpoint_last, checkpoint_best) name `target`, atomically. Rank 0 calls it."""
-    temporary = link.with_name(f".{link.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target.name)
-    os.replace(temporary, link)
-    fsync_directory(link.parent)
+def _link(target: Path, links: Sequence[str]) -> None:
+    """Make each link name `target`, atomically."""
+    for link in links:
+        temporary = _temporary(target.with_name(link))
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(target.name)
+        temporary.replace(target.with_name(link))
+    fsync_directory(target.parent)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint so that, killed in the middle, no half of it is left under its name."""
+    doomed = path.with_name(f".{path.name}.old")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed process has left of a checkpoint that it was writing or removing."""
+    for pattern in (".checkpoint_*.tmp", ".checkpoint_*.old"):
+        for path in folder.glob(pattern):
+            if path.is_symlink():
+                path.unlink()
+            else:
+                shutil.rmtree(path)
 
 
 def is_training_checkpoint(path: str | Path) -> bool:
@@ -258,24 +312,9 @@ def load_tensors(path: str | Path, tensors: Mapping[str, Tensor], mesh: Mesh) ->
         raise CheckpointError(f"{path}: broken: {_cause(error)}") from error
 
 
-def _require_none(problem: str, target: Path, mesh: Mesh) -> None:
-    """Raise on every rank what any rank has met; "" is nothing."""
-    problems: list[Any] = [problem]
-    if mesh.world_size > 1:
-        problems = [None] * mesh.world_size
-        dist.all_gather_object(problems, problem)
-    if any(problems):
-        raise CheckpointError(f"{target}: could not be written: {next(filter(None, problems))}")
-
-
 def _expect_a_single_process() -> None:
     """A world of one is no mistake, but torch warns of it whenever it saves or loads there, also in its own thread."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
-
-def _barrier(mesh: Mesh) -> None:
-    if mesh.world_size > 1:
-        dist.barrier()
 
 
 def _cause(error: BaseException) -> str:

@@ -1,7 +1,8 @@
 """The training loop, top to bottom.
 
-Every rank runs it. The ranks agree on what decides how it goes on (a stop signal, a loss that is not finite, an
-overflow) by one sum over all of them in each update; everything else follows from configuration and position.
+Every rank runs it. The ranks agree on what decides how it goes on (a stop signal, the time spent, a loss that is not
+finite, an overflow) by one sum over all of them in each update; everything else follows from configuration and
+position.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from lmtools.data.batches import Position, Update
-from lmtools.errors import DataError
+from lmtools.errors import DataError, LmtoolsError
 from lmtools.evaluate.perplexity import nats_to_bits
 from lmtools.parallel.mesh import Mesh
 from lmtools.parallel.random import seed_batch
@@ -26,7 +27,7 @@ from lmtools.train.data import RunData
 from lmtools.train.report import Reporter
 from lmtools.train.schedule import learning_rate
 from lmtools.train.signals import StopSignal
-from lmtools.train.state import TrainState
+from lmtools.train.state import Progress, TrainState
 from lmtools.train.step import forward_backward, gradient_norm, sum_gradients_over_dp, sum_over_ranks
 from lmtools.train.validation import validate
 
@@ -43,6 +44,7 @@ class UpdateResult:
         skipped: why no step was made (`overflow`, `nan`), or None.
         stop_signal: number of a signal that asks to save and end, 0 if no rank has received one.
         num_written: how many ranks have written their share of a pending checkpoint.
+        seconds: the run's age by rank 0's clock.
     """
 
     loss_sum: float
@@ -52,6 +54,7 @@ class UpdateResult:
     skipped: str | None
     stop_signal: int
     num_written: int
+    seconds: float
 
 
 def train(run: Run, data: RunData, state: TrainState, mesh: Mesh, report: Reporter, stop: StopSignal) -> int:
@@ -70,6 +73,7 @@ def train(run: Run, data: RunData, state: TrainState, mesh: Mesh, report: Report
 
     Raises:
         DataError: a loss was not finite; the state before that update is saved.
+        LmtoolsError: the loss scale came to its floor; the state is saved.
         CheckpointError: the last checkpoint could not be written.
     """
     config = run.train
@@ -78,28 +82,37 @@ def train(run: Run, data: RunData, state: TrainState, mesh: Mesh, report: Report
     started = time.monotonic() - progress.seconds
 
     for update, batches in updates(data, config, progress.position, mesh):
-        if finished(config, state):
+        if finished(config, progress):
             break
-        result = make_update(update, batches, config, state, mesh, stop, written=keeper.written())
+        seconds = time.monotonic() - started
+        result = make_update(update, batches, config, state, mesh, stop, written=keeper.written(), seconds=seconds)
         keeper.poll(result.num_written)
-        progress.seconds = time.monotonic() - started
+        progress.seconds = result.seconds
         if result.skipped == "nan" and config.nan == "stop":
             keeper.save_and_wait()
-            raise DataError(not_finite(result, update, state))
+            raise DataError(not_finite(result, update, progress))
+        try:
+            state.scaler.update(overflow=result.skipped is not None)
+        except LmtoolsError:
+            keeper.save_and_wait()
+            raise
+        made, end_of_epoch = result.skipped is None, update.after.num_batches == 0
         progress.position = update.after
-        if result.skipped is None:
-            progress.num_updates += 1
+        progress.num_updates += made
+        progress.num_skipped += not made
         report.update(result, state, epoch=update.epoch)
-        end_of_epoch = update.after.num_batches == 0
-        stopping = bool(result.stop_signal) or finished(config, state)
-        if keeper.validation_is_due(update.epoch, end_of_epoch, stopping and not result.stop_signal):
+
+        stopping = result.stop_signal != 0
+        if not stopping and keeper.validation_is_due(
+            update.epoch, made=made, end_of_epoch=end_of_epoch, finished=finished(config, progress)
+        ):
             losses = [
                 validate(state.model, split, config, mesh, eos_index=data.dictionary.eos_index) for split in data.valid
             ]
-            progress.seconds = time.monotonic() - started
             keeper.note_validation(losses)
-            report.validation(losses, state)
-        keeper.save_if_due(update.epoch, end_of_epoch, stopping)
+            report.validation(losses, progress)
+        stopping = stopping or finished(config, progress)
+        keeper.save_if_due(update.epoch, made=made, end_of_epoch=end_of_epoch, stopping=stopping)
         if result.stop_signal:
             keeper.wait()
             return result.stop_signal
@@ -139,7 +152,8 @@ def make_update(
     mesh: Mesh,
     stop: StopSignal,
     *,
-    written: bool,
+    written: bool = False,
+    seconds: float = 0.0,
 ) -> UpdateResult:
     """Gradients of all micro-steps, their norm, and a step of the optimizer unless something is not finite.
 
@@ -151,6 +165,7 @@ def make_update(
         mesh: where we are.
         stop: tells of a signal.
         written: this rank has written its share of a pending checkpoint; counted over the ranks.
+        seconds: the run's age by this rank's clock; rank 0's is taken.
     """
     number = state.progress.num_updates + 1
     lr = learning_rate(number + state.progress.schedule_offset, config, epoch=update.epoch)
@@ -165,15 +180,19 @@ def make_update(
     # The ranks of a tp group have the same loss: a share of each makes the sum over all ranks right.
     num_tokens = sum(batch.num_tokens for batch in batches)
     share = 1 / mesh.tp_size
-    totals = sum_over_ranks([float(loss_sum) * share, num_tokens * share, bool(stop.received), written], mesh)
-    total_loss, total_tokens = totals[0], round(totals[1])
-    stop_signal = (stop.received or signal.SIGTERM) if totals[2] else 0
+    own_seconds = seconds if mesh.rank == 0 else 0.0
+    total_loss, total_tokens, num_stopped, num_written, age = sum_over_ranks(
+        [float(loss_sum) * share, num_tokens * share, bool(stop.received), written, own_seconds], mesh
+    )
+    num_tokens = round(total_tokens)
+    stop_signal = (stop.received or signal.SIGTERM) if num_stopped else 0
 
+    parameters = list(state.parameters.values())
     if not config.zero:
-        sum_gradients_over_dp(state.parameters, mesh)
+        sum_gradients_over_dp(parameters, mesh)
     # Gradients are sums over tokens, times the loss scale; fully_shard has also divided them by dp.
-    grad_scale = state.scaler.scale * total_tokens / (mesh.dp_size if config.zero else 1)
-    norm = gradient_norm(state.parameters, mesh) / grad_scale
+    grad_scale = state.scaler.scale * num_tokens / (mesh.dp_size if config.zero else 1)
+    norm = gradient_norm(parameters, mesh) / grad_scale
     finite = math.isfinite(norm) and math.isfinite(total_loss)
     skipped = None
     if finite:
@@ -184,13 +203,11 @@ def make_update(
         state.optimizer.step(grad_scale=grad_scale)
     else:
         skipped = "overflow" if state.scaler.dynamic else "nan"
-    state.scaler.update(overflow=not finite)
-    return UpdateResult(total_loss, total_tokens, norm, lr, skipped, stop_signal, round(totals[3]))
+    return UpdateResult(total_loss, num_tokens, norm, lr, skipped, stop_signal, round(num_written), age)
 
 
-def finished(config: TrainConfig, state: TrainState) -> bool:
-    """Whether one of the limits is reached."""
-    progress = state.progress
+def finished(config: TrainConfig, progress: Progress) -> bool:
+    """Whether one of the limits is reached; the same on every rank."""
     return (
         (config.max_update is not None and progress.num_updates >= config.max_update)
         or (config.max_epoch is not None and progress.position.epoch > config.max_epoch)
@@ -199,13 +216,13 @@ def finished(config: TrainConfig, state: TrainState) -> bool:
     )
 
 
-def not_finite(result: UpdateResult, update: Update, state: TrainState) -> str:
+def not_finite(result: UpdateResult, update: Update, progress: Progress) -> str:
     """The message for a loss or gradient that is not a number."""
     ids = [int(block) for step in update.micro_steps for rank in step for block in rank]
     shown = ", ".join(map(str, ids[:32])) + (f" and {len(ids) - 32} more" if len(ids) > 32 else "")
     loss = nats_to_bits(result.loss_sum / max(result.num_tokens, 1))
     return (
-        f"update {state.progress.num_updates + 1} of epoch {update.epoch}: loss {loss} bits, gradient norm "
+        f"update {progress.num_updates + 1} of epoch {update.epoch}: loss {loss} bits, gradient norm "
         f"{result.gradient_norm}, expected finite numbers; blocks {shown}. The state before it is saved; lower --lr, "
         "clip with --clip-norm, or go on without such updates with --nan skip"
     )

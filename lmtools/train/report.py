@@ -1,8 +1,4 @@
-"""What a run shows and records: one line on the terminal, metrics.jsonl always, TensorBoard on request.
-
-metrics.jsonl has one JSON object a line: `{"kind": "update", ...}` for every update, `{"kind": "valid", ...}` for every
-validated split. A resumed run first cuts off what lies after the checkpoint that it resumes from.
-"""
+"""What a run shows and records: one line on the terminal, metrics.jsonl always, TensorBoard on request."""
 
 from __future__ import annotations
 
@@ -13,25 +9,24 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lmtools.errors import LmtoolsError
 from lmtools.evaluate.perplexity import nats_to_bits
-from lmtools.files import atomic_write_text, disk_errors
+from lmtools.files import disk_errors
 from lmtools.models.architectures import training_flops_per_token
 from lmtools.parallel.mesh import Mesh
 from lmtools.train.config import Run
+from lmtools.train.metrics import METRICS_NAME, MetricsFile
 from lmtools.train.validation import Validation
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
     from lmtools.train.loop import UpdateResult
-    from lmtools.train.state import TrainState
-
-METRICS_NAME = "metrics.jsonl"
+    from lmtools.train.state import Progress, TrainState
 
 
 class Reporter:
@@ -46,33 +41,37 @@ class Reporter:
         )
         self._world_size = mesh.world_size
         self._peak_flops = 0.0
-        self._metrics: IO[str] | None = None
+        self._metrics: MetricsFile | None = None
         self._tensorboard: SummaryWriter | None = None
         self._line: Any = None
         self._since = time.monotonic()
         self._interval = _Interval()
+        self._is_warned = False
 
-    def begin(self, num_updates: int, origin: str, num_parameters: int, dtype: torch.dtype) -> None:
-        """Open the outputs and say where the run starts from."""
+    def begin(self, progress: Progress, origin: str, num_parameters: int, dtype: torch.dtype) -> None:
+        """Open the outputs and say where the run starts from.
+
+        Raises:
+            LmtoolsError: the folder may not be written, or another run is writing to it.
+        """
         if not self._speaks:
             return
         config = self._config
         folder = Path(config.save_dir)
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            kept = [line for line in read_metrics(folder / METRICS_NAME) if line["num_updates"] <= num_updates]
-            text = "".join(json.dumps(line) + "\n" for line in kept if num_updates > 0)
-            atomic_write_text(folder / METRICS_NAME, text)
-            self._metrics = open(folder / METRICS_NAME, "a", encoding="utf-8")  # noqa: SIM115 - closed by `close`
+        self._metrics = MetricsFile(folder / METRICS_NAME, progress.num_updates, progress.num_skipped)
         self._peak_flops = matmul_flops_per_second(self._device, dtype) * self._world_size
         if config.tensorboard_logdir is not None:
             self._tensorboard = _open_tensorboard(config.tensorboard_logdir)
+        num_updates = progress.num_updates
         self._say(
             {"kind": "start", "origin": origin, "num_parameters": num_parameters, "num_updates": num_updates},
             f"train: {origin}; {num_parameters:,} parameters, update {num_updates:,}",
         )
         if config.log_format == "rich":
             self._line = _open_line(config.max_update, num_updates)
+        self._since = time.monotonic()
 
     def update(self, result: UpdateResult, state: TrainState, epoch: int) -> None:
         """An update was made or skipped."""
@@ -83,6 +82,7 @@ class Reporter:
             {
                 "kind": "update",
                 "num_updates": num_updates,
+                "num_skipped": state.progress.num_skipped,
                 "epoch": epoch,
                 "loss_base2": _finite(nats_to_bits(result.loss_sum / result.num_tokens)),
                 "loss_sum": _finite(result.loss_sum),
@@ -140,30 +140,31 @@ class Reporter:
             self._say({"kind": "log", **values}, text)
         self._plot("train", values, state.progress.num_updates)
 
-    def validation(self, losses: Sequence[Validation], state: TrainState) -> None:
+    def validation(self, losses: Sequence[Validation], progress: Progress) -> None:
         """The validation splits were scored."""
         if not self._speaks:
             return
         for valid in losses:
             values = {
                 "subset": valid.subset,
-                "num_updates": state.progress.num_updates,
+                "num_updates": progress.num_updates,
+                "num_skipped": progress.num_skipped,
                 "loss_base2": _finite(valid.loss_base2),
                 "perplexity": _finite(valid.perplexity),
                 "num_tokens": valid.num_tokens,
-                "word_perplexity": valid.word_perplexity,
-                "best_loss_base2": _finite(state.progress.best_loss or math.nan),
-                "seconds": state.progress.seconds,
+                "word_perplexity": _finite(valid.word_perplexity),
+                "best_loss_base2": progress.best_loss,
+                "seconds": progress.seconds,
             }
             self._write({"kind": "valid", **values})
-            words = f", {valid.word_perplexity:.2f} per original token" if valid.word_perplexity else ""
-            best = state.progress.best_loss or math.nan
+            words = f", {valid.word_perplexity:.2f} per original token" if valid.word_perplexity is not None else ""
+            best = f"best {progress.best_loss:.3f}" if progress.best_loss is not None else "none was finite"
             self._say(
                 {"kind": "valid", **values},
-                f"{valid.subset} | update {state.progress.num_updates:,} | loss {valid.loss_base2:.3f} | "
-                f"ppl {valid.perplexity:.2f}{words} | {valid.num_tokens:,} tokens | best {best:.3f}",
+                f"{valid.subset} | update {progress.num_updates:,} | loss {valid.loss_base2:.3f} | "
+                f"ppl {valid.perplexity:.2f}{words} | {valid.num_tokens:,} tokens | {best}",
             )
-            self._plot(valid.subset, values, state.progress.num_updates)
+            self._plot(valid.subset, values, progress.num_updates)
         self._since = time.monotonic()  # validation is not training speed
 
     def saved(self, path: Path) -> None:
@@ -183,9 +184,14 @@ class Reporter:
 
     def _write(self, values: dict[str, Any]) -> None:
         assert self._metrics is not None
-        with disk_errors(self._metrics.name):
-            self._metrics.write(json.dumps(values, allow_nan=False) + "\n")
-            self._metrics.flush()
+        try:
+            self._metrics.write(values)
+        except LmtoolsError as error:
+            if not self._is_warned:
+                self.warning(f"{error}; training goes on without its lines")
+            self._is_warned = True
+        else:
+            self._is_warned = False
 
     def _say(self, values: dict[str, Any], text: str) -> None:
         if not self._speaks or self._config.log_format == "none":
@@ -262,18 +268,6 @@ def _open_tensorboard(folder: str) -> SummaryWriter:
     return SummaryWriter(folder)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; what a killed process left of its last line is left out."""
-    if not path.exists():
-        return []
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break
-        lines.append(json.loads(line))
-    return lines
-
-
 def peak_memory_bytes(device: torch.device) -> int:
     """The most memory that this process has held: on the GPU, or resident where it computes on the CPU."""
     if device.type == "cuda":
@@ -296,5 +290,5 @@ def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     return float(2 * size**3 / best)
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

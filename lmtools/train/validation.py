@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from lmtools.data.batches import deal_out
-from lmtools.evaluate.perplexity import nats_to_bits, perplexity_of_bits, word_perplexity
+from lmtools.evaluate.perplexity import nats_to_bits, perplexity_of_bits
 from lmtools.parallel.mesh import Mesh
 from lmtools.train.batch import make_batch
 from lmtools.train.config import TrainConfig
@@ -27,13 +28,13 @@ class Validation:
         subset: its name.
         total_nats: summed over its tokens.
         num_tokens: how many were scored: all of them.
-        word_perplexity: per token of the original text, where its counts are known.
+        num_words: tokens of the original text, where that is known.
     """
 
     subset: str
     total_nats: float
     num_tokens: int
-    word_perplexity: float | None
+    num_words: int | None
 
     @property
     def loss_base2(self) -> float:
@@ -43,7 +44,14 @@ class Validation:
     @property
     def perplexity(self) -> float:
         """Per token; infinite for a model that has diverged."""
-        return perplexity_of_bits(self.loss_base2) if self.loss_base2 < 1024 else math.inf
+        return _perplexity(self.loss_base2)
+
+    @property
+    def word_perplexity(self) -> float | None:
+        """Per token of the original text, where its counts are known; infinite for a model that has diverged."""
+        if self.num_words is None:
+            return None
+        return _perplexity(nats_to_bits(self.total_nats) / self.num_words)
 
 
 @torch.no_grad()
@@ -60,10 +68,14 @@ def validate(model: nn.Module, blocks: Blocks, config: TrainConfig, mesh: Mesh, 
         total_nats += float((loss.full_tensor() if isinstance(loss, DTensor) else loss).double())
         num_tokens += batch.num_tokens
     model.train()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # which a forward pass leaves to the backward pass to come
     summed_nats, summed_tokens = sum_over_ranks([total_nats, num_tokens], mesh)
     # The ranks of a tp group hold the same sums; dividing by their number counts them once.
     nats, tokens = summed_nats / mesh.tp_size, round(summed_tokens / mesh.tp_size)
-    original = blocks.original
-    known = original is not None and math.isfinite(nats)
-    renormalized = word_perplexity(nats, original.tokens) if known and original is not None else None
-    return Validation(blocks.name, nats, tokens, renormalized)
+    return Validation(blocks.name, nats, tokens, blocks.original.tokens if blocks.original is not None else None)
+
+
+def _perplexity(bits: float) -> float:
+    return perplexity_of_bits(bits) if bits < 1024 else math.inf

@@ -34,8 +34,10 @@ Result = TypeVar("Result")
 _PRELOAD = [
     "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
     "torch._dynamo",  # a second of CPU, which the first DTensor of a process imports
     "numpy",
+    "pydantic",
     "pytest",
     "hypothesis",
 ]

@@ -26,7 +26,7 @@ from lmtools.train.batch import make_batch
 from lmtools.train.config import resolve
 from lmtools.train.data import open_data
 from lmtools.train.signals import StopSignal
-from lmtools.train.state import start_state
+from lmtools.train.start import start_state
 from tests.support.ranks import run_ranks
 
 
@@ -83,7 +83,7 @@ def replay(
         original = loop.learning_rate
         loop.learning_rate = lambda *_, rate=recorded["lr_used"], **__: rate  # type: ignore[assignment]
         try:
-            result = loop.make_update(update, batches, run.train, state, mesh, StopSignal(), written=False)
+            result = loop.make_update(update, batches, run.train, state, mesh, StopSignal())
         finally:
             loop.learning_rate = original
         state.progress.num_updates += 1

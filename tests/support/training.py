@@ -1,0 +1,107 @@
+"""Tiny training runs on the golden data, built by hand where a test needs what no option gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lmtools.data.batches import Position
+from lmtools.models.architectures import TransformerLMConfig
+from lmtools.models.transformer_lm import TransformerLM, initialize_parameter
+from lmtools.parallel.mesh import Mesh, make_mesh
+from lmtools.parallel.parallelize import ReadSlice, seeded_values
+from lmtools.train.build import build_model, build_optimizer
+from lmtools.train.config import Run, resolve
+from lmtools.train.data import RunData, open_data
+from lmtools.train.loop import UpdateResult, make_update, updates
+from lmtools.train.precision import LossScaler
+from lmtools.train.signals import StopSignal
+from lmtools.train.state import Progress, TrainState
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+TINY: dict[str, Any] = {
+    "arch": "transformer_lm_megatron",
+    "data": str(GOLDEN / "bin"),
+    "tokens_per_sample": 16,
+    "batch_size": 4,
+    "decoder_layers": 2,
+    "decoder_embed_dim": 16,
+    "decoder_ffn_embed_dim": 24,
+    "decoder_attention_heads": 4,
+    "share_decoder_input_output_embed": True,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "adam_betas": (0.9, 0.98),
+    "weight_decay": 0.01,
+    "lr": 0.01,
+    "max_update": 100,
+    "log_format": "none",
+    "num_workers": 0,
+}
+"""83 batches of 4 blocks an epoch; 144 types."""
+
+
+def tiny_run(**flags: Any) -> Run:
+    """`TINY` with some fields changed."""
+    return resolve(None, TINY | flags)
+
+
+def cpu_mesh(run: Run) -> Mesh:
+    return make_mesh(torch.device("cpu"), dp=run.train.dp, tp=run.train.mp)
+
+
+def state_of_noise(run: Run, mesh: Mesh, *, vocab_size: int, dtype: torch.dtype) -> TrainState:
+    """A state as of a new run, but of any dtype, and with biases and norms that are not 0 and 1."""
+    config = run.train
+    read = noise(run, vocab_size)
+    model = build_model(config, run.model, vocab_size, mesh, dtype=dtype, read=read)
+    return TrainState(model, build_optimizer(model, config), LossScaler.of(config), Progress())
+
+
+def noise(run: Run, vocab_size: int) -> ReadSlice:
+    """Initial values that are the same on any mesh, with noise on every one of them."""
+
+    def fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        initialize_parameter(name, tensor, generator)
+        tensor.add_(torch.empty_like(tensor).normal_(0, 0.1, generator=generator))
+
+    with torch.device("meta"):
+        model = TransformerLM(TransformerLMConfig(vocab_size=vocab_size, **run.model))
+    return seeded_values(model, fill, seed=3)
+
+
+def advance(run: Run, data: RunData, state: TrainState, mesh: Mesh, num_updates: int) -> list[UpdateResult]:
+    """Make updates from the state's position on, as the loop does, without its reports and checkpoints."""
+    results = []
+    progress = state.progress
+    for update, batches in islice(updates(data, run.train, progress.position, mesh), num_updates):
+        result = make_update(update, batches, run.train, state, mesh, StopSignal())
+        state.scaler.update(overflow=result.skipped is not None)
+        progress.position = update.after
+        progress.num_updates += result.skipped is None
+        progress.num_skipped += result.skipped is not None
+        results.append(result)
+    return results
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of its own with all shards. Every rank must call it."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def whole_state(state: TrainState) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whole. Every rank must call it."""
+    return {name: whole(tensor) for name, tensor in state.tensors().items()}
+
+
+def start_near_the_end_of_the_epoch(state: TrainState, data: RunData, num_batches_left: int) -> None:
+    state.progress.position = Position(1, len(data.batches(1)) - num_batches_left)
+
+
