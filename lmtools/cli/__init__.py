@@ -1,7 +1,7 @@
 """The command line: one file per command, and the one place where errors become a line on stderr.
 
-A command's module must be cheap to import (no numpy, no torch): everything heavy is imported inside the command,
-so that `lmtools --help` and the text stages start at once.
+`commands.py` has the table of all commands. A command's module must be cheap to import (no numpy, no torch): everything
+heavy is imported inside the command, so that `lmtools COMMAND --help` and the text stages start at once.
 """
 
 from __future__ import annotations
@@ -12,21 +12,13 @@ from typing import Annotated, NoReturn
 import typer
 
 from lmtools import __version__
-from lmtools.cli.binarize import binarize
-from lmtools.cli.bpe_decode import bpe_decode
-from lmtools.cli.bpe_encode import bpe_encode
-from lmtools.cli.detok import detok
-from lmtools.cli.download import download
-from lmtools.cli.eval import evaluate
-from lmtools.cli.many_values import ManyValuesCommand
-from lmtools.cli.quickstart import quickstart
-from lmtools.cli.renorm_ppl import renorm_ppl
-from lmtools.cli.train import command as train
+from lmtools.cli.commands import CommandTable
 from lmtools.errors import LmtoolsError, WorkerError
 from lmtools.parallel.launch import prefix_of_rank, worker
 
 app = typer.Typer(
     name="lmtools",
+    cls=CommandTable,
     help="Train and evaluate sharded language models, from raw text to a perplexity you can trust.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # a bug keeps its plain traceback
@@ -49,21 +41,6 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-# Without a short_help, --help shows the beginning of the docstring, cut off at the width of the terminal.
-app.command("binarize", short_help="Turn text into .bin and .idx splits, as fairseq-preprocess does.")(binarize)
-app.command("bpe-decode", cls=ManyValuesCommand)(bpe_decode)
-app.command("bpe-encode", cls=ManyValuesCommand, short_help="Encode text with GPT-2's BPE, as fairseq's encoder does.")(
-    bpe_encode
-)
-app.command("detok", short_help="Detokenise WikiText, as fairseq's megatron_11b example does.")(detok)
-app.command("download", short_help="Fetch checkpoints, dictionaries and texts, and check them.")(download)
-app.command("eval", short_help="Score a split with a checkpoint and report its perplexity.")(evaluate)
-app.command("quickstart", short_help="Run the main job on a small text and an untrained model.")(quickstart)
-app.command("renorm-ppl", short_help="Express a perplexity per token of the original text.")(renorm_ppl)
-app.command("renormalize-ppl", hidden=True)(renorm_ppl)
-app.command("train", short_help="Train a language model, split and replicated over workers.")(train)
 
 
 def main() -> NoReturn:
