@@ -167,5 +167,5 @@ def test_wrong_usage_is_told(run: Run, arguments: list[str], why: str, monkeypat
 
 def test_offline_and_a_mirror_exclude_each_other(run: Run) -> None:
     ran = run("gpt2-dict", "--offline", "--url", "http://127.0.0.1:9/x")
-    assert ran.code == 1
+    assert ran.code == 2
     assert "--offline and --url" in ran.err
