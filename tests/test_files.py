@@ -1,0 +1,352 @@
+"""Files are read whatever their compression, and written whole or not at all."""
+
+from __future__ import annotations
+
+import bz2
+import errno
+import gzip
+import hashlib
+import lzma
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lmtools.errors import DataError, LmtoolsError
+from lmtools.files import (
+    atomic_directory,
+    atomic_write,
+    atomic_write_text,
+    disk_errors,
+    is_device_or_pipe,
+    open_binary,
+    require_free_space,
+    sha256_file,
+)
+
+CONTENT = b"one\ntwo\n" * 1000
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.compress,
+}
+
+not_as_root = pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_compressed_file_reads_as_its_content(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"text{suffix}"
+    path.write_bytes(COMPRESS[suffix](CONTENT))
+    with open_binary(path) as stream:
+        assert stream.readline() == b"one\n"
+        assert stream.read() == CONTENT[4:]
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_file_of_several_compressed_streams_reads_as_all_of_them(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"text{suffix}"
+    path.write_bytes(COMPRESS[suffix](CONTENT) + COMPRESS[suffix](CONTENT))
+    with open_binary(path) as stream:
+        assert stream.read() == CONTENT * 2
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("damage", ["cut short", "not compressed", "changed"])
+def test_a_broken_stream_is_named(tmp_path: Path, suffix: str, damage: str) -> None:
+    path = tmp_path / f"text{suffix}"
+    compressed = bytearray(COMPRESS[suffix](os.urandom(1 << 16)))
+    if damage == "cut short":
+        del compressed[-100:]
+    elif damage == "changed":
+        compressed[0] ^= 0xFF
+    path.write_bytes(CONTENT if damage == "not compressed" else compressed)
+    with (
+        pytest.raises(DataError, match=rf"^{path}: broken compressed stream \(.+\); fetch or compress the file again$"),
+        open_binary(path) as stream,
+    ):
+        stream.read()
+
+
+@pytest.mark.parametrize("suffix", ["", *COMPRESS])
+def test_a_missing_file_and_a_folder_are_named(tmp_path: Path, suffix: str) -> None:
+    with pytest.raises(DataError, match=r"nothing.*: no such file$"), open_binary(tmp_path / f"nothing{suffix}"):
+        pass
+    (tmp_path / f"folder{suffix}").mkdir()
+    with pytest.raises(DataError, match=r"is a folder, expected a file$"), open_binary(tmp_path / f"folder{suffix}"):
+        pass
+
+
+@not_as_root
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "secret").touch(mode=0o200)
+    expected = pytest.raises(DataError, match=r"secret: may not be read \(permission denied\)$")
+    with expected, open_binary(tmp_path / "secret"):
+        pass
+
+
+@pytest.mark.parametrize("suffix", ["", *COMPRESS])
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "other"), EOFError(), OSError("other"), ValueError()])
+def test_errors_of_what_is_done_with_a_file_are_not_blamed_on_it(tmp_path: Path, suffix: str, error: Exception) -> None:
+    path = tmp_path / f"text{suffix}"
+    path.write_bytes(COMPRESS[suffix](CONTENT) if suffix else CONTENT)
+    with pytest.raises(type(error)) as caught, open_binary(path):
+        raise error
+    assert caught.value is error
+
+
+def run(program: str, **options: object) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-c", f"from lmtools.files import *; import sys\n{program}"]
+    return subprocess.run(command, capture_output=True, check=False, **options)  # type: ignore[call-overload, no-any-return]
+
+
+def test_a_dash_is_standard_input_and_output() -> None:
+    program = 'with open_binary("-") as a, atomic_write("-") as b: b.write(a.read().upper())'
+    done = run(program, input=b"one\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"ONE\n", b"")
+
+
+def test_standard_input_that_is_closed_is_an_error() -> None:
+    done = run('with open_binary("-"): pass', preexec_fn=lambda: os.close(0))
+    assert b"DataError: standard input is closed; name a file" in done.stderr
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=100), st.lists(st.integers(1, 40)))
+def test_a_zstandard_file_can_be_read_in_any_steps(tmp_path: Path, content: bytes, steps: list[int]) -> None:
+    path = tmp_path / "text.zst"
+    path.write_bytes(zstandard.compress(content))
+    with open_binary(path) as stream:
+        assert b"".join([stream.read(step) for step in steps] + [stream.read()]) == content
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_is_there_when_the_block_ends_and_not_before(tmp_path: Path) -> None:
+    with atomic_write(tmp_path / "file") as stream:
+        stream.write(b"new")
+        assert not (tmp_path / "file").exists()
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path, error: type[BaseException]) -> None:
+    def write() -> None:
+        with atomic_write(tmp_path / "file") as stream:
+            stream.write(b"new")
+            raise error
+
+    (tmp_path / "file").write_bytes(b"old")
+    with pytest.raises(error):
+        write()
+    assert (tmp_path / "file").read_bytes() == b"old"
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_killed_process_leaves_the_old_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    program = 'with atomic_write("file") as stream: stream.write(b"new"); stream.flush(); os.kill(os.getpid(), 9)'
+    assert run(program, cwd=tmp_path).returncode == -9
+    assert (tmp_path / "file").read_bytes() == b"old"
+
+
+def test_two_writers_at_once_leave_one_whole_file(tmp_path: Path) -> None:
+    def write(byte: bytes) -> None:
+        for _ in range(20):
+            with atomic_write(tmp_path / "file") as stream:
+                stream.write(byte * 10_000)
+
+    threads = [threading.Thread(target=write, args=(byte,)) for byte in (b"a", b"b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (tmp_path / "file").read_bytes() in (b"a" * 10_000, b"b" * 10_000)
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_file_gets_the_permissions_of_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    with atomic_write(tmp_path / "file"):
+        pass
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_text_is_written_as_utf8(tmp_path: Path) -> None:
+    atomic_write_text(tmp_path / "file", "é\n")
+    assert (tmp_path / "file").read_bytes() == b"\xc3\xa9\n"
+
+
+def test_a_link_stays_and_the_file_behind_it_is_written(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder/file")
+    atomic_write_text(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "folder" / "file").read_text() == "new"
+    assert names(tmp_path / "folder") == ["file"]
+
+
+def test_a_device_is_written_and_stays(tmp_path: Path) -> None:
+    atomic_write_text("/dev/null", "text")
+    assert is_device_or_pipe("/dev/null")
+    assert names(Path("/dev/null").parent).count("null") == 1
+
+
+def test_a_pipe_is_written(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    read: list[bytes] = []
+    thread = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_bytes()))
+    thread.start()
+    atomic_write_text(tmp_path / "pipe", "text")
+    thread.join()
+    assert read == [b"text"]
+    assert is_device_or_pipe(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("nowhere/file", "nowhere/file: the folder .*nowhere does not exist$"),
+        ("file/file", "file/file: the folder .*file does not exist$"),
+        ("folder", "folder: is a folder, expected a file name$"),
+        ("x" * 300, "x: the name is too long for the file system$"),
+    ],
+)
+def test_a_target_that_cannot_be_is_named_before_the_work(tmp_path: Path, target: str, message: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(LmtoolsError, match=message), atomic_write(tmp_path / target):
+        pytest.fail("the block was begun")
+
+
+def test_a_name_as_long_as_the_file_system_takes(tmp_path: Path) -> None:
+    atomic_write_text(tmp_path / ("ü" * 127), "text")
+    assert names(tmp_path) == ["ü" * 127]
+
+
+@not_as_root
+def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(LmtoolsError, match=r"file: may not be written \(permission denied\)$"):
+        atomic_write_text(tmp_path / "file", "text")
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_file_too_large_is_one_clear_error(tmp_path: Path) -> None:
+    expected = pytest.raises(LmtoolsError, match=r"file: larger than this file system or process may write$")
+    with expected, largest_file(1000):
+        atomic_write_text(tmp_path / "file", "x" * 2000)
+    assert names(tmp_path) == []
+
+
+def test_a_full_disk_is_one_clear_error() -> None:
+    with pytest.raises(LmtoolsError, match=r"^/dev/full: no space left on the disk; free some space and run again$"):
+        atomic_write_text("/dev/full", "text")
+
+
+def test_full_standard_output_is_one_clear_error() -> None:
+    with open("/dev/full", "wb") as full:
+        program = 'with atomic_write("-") as stream: stream.write(b"x" * 100_000)'
+        done = subprocess.run(
+            [sys.executable, "-c", f"from lmtools.files import *\n{program}"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert b"LmtoolsError: standard output: no space left on the disk" in done.stderr
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_no_space_and_no_quota_are_one_error(code: int) -> None:
+    with pytest.raises(LmtoolsError, match=r"^file: no space left on the disk"), disk_errors("file"):
+        raise OSError(code, os.strerror(code))
+
+
+def test_other_errors_pass_as_they_are(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), disk_errors(tmp_path / "file"):
+        (tmp_path / "other").read_bytes()
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_there_when_the_block_ends_and_not_before(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "folder"
+    with atomic_directory(target) as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "file").write_bytes(b"text")
+        assert not target.exists()
+    assert (target / "sub" / "file").read_bytes() == b"text"
+    assert names(tmp_path / "new") == ["folder"]
+    (tmp_path / "plain").mkdir()
+    assert target.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with atomic_directory(tmp_path / "folder") as folder:
+        (folder / "file").touch()
+    assert names(tmp_path / "folder") == ["file"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_leaves_no_folder(tmp_path: Path, error: type[BaseException]) -> None:
+    def fill() -> None:
+        with atomic_directory(tmp_path / "folder") as folder:
+            (folder / "file").touch()
+            raise error
+
+    with pytest.raises(error):
+        fill()
+    assert names(tmp_path) == []
+
+
+def test_a_folder_with_content_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").touch()
+    (tmp_path / "file").touch()
+    for name in ("folder", "file"):
+        with pytest.raises(LmtoolsError, match=f"{name}: exists already"), atomic_directory(tmp_path / name):
+            pytest.fail("the block was begun")
+
+
+# --- hashes and space ------------------------------------------------------------------------------------------------
+
+
+def test_sha256_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(CONTENT * 300)
+    assert sha256_file(tmp_path / "file") == hashlib.sha256(CONTENT * 300).hexdigest()
+
+
+def test_too_little_space_is_said_in_numbers(tmp_path: Path) -> None:
+    require_free_space(tmp_path, 1, "test.bin")
+    with pytest.raises(LmtoolsError, match=r"^test\.bin: needs 1(,000){6} bytes in .*, which has [\d,]+ free;"):
+        require_free_space(tmp_path, 10**18, "test.bin")
