@@ -421,7 +421,7 @@ def test_initial_values_are_spread_as_genuine_fairseqs(golden: Path):
             assert torch.equal(ours[name], theirs), name
         else:
             chance = 5 / math.sqrt(theirs.numel())
-            assert ours[name].std() == pytest.approx(theirs.std().item(), rel=chance), name
+            assert (ours[name].std() / theirs.std()).log().abs() < chance, name
             assert (ours[name].mean() - theirs.mean()).abs() < chance * theirs.std() * math.sqrt(2), name
 
 
