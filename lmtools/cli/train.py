@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import os
+import re
 import sys
 import types
 import typing
@@ -18,33 +20,38 @@ from typing import Annotated, Any, Literal, Union
 
 import typer
 
+from lmtools.cli.fairseq_train import FOREIGN, SPELLINGS, replicas_of, translate
+from lmtools.cli.options import say
 from lmtools.errors import ConfigError
 from lmtools.models.architectures import TransformerLMConfig
 from lmtools.train.config import MODEL_FIELDS, TRAIN_FIELDS, Run, TrainConfig, resolve, to_toml
 
-_SPELLINGS = {
-    "mp": ["--mp", "--model-parallel-size"],
-    "batch_size": ["--batch-size", "--max-sentences"],
-    "batch_size_valid": ["--batch-size-valid", "--max-sentences-valid"],
-}
-"""fairseq's other names for an option."""
+_LITERALS = {"lr": "<float>", "update_freq": "<int>", "adam_betas": "<float,float>", "adafactor_eps": "<float,float>"}
+"""Options that fairseq writes as `0.9,0.98`, `(0.9, 0.98)` or `[0.9]`, and how --help shows them."""
 
 
-def train(config: Path | None, print_config: bool, distributed_world_size: int | None, flags: dict[str, Any]) -> None:
+def train(config: Path | None, print_config: bool, foreign: dict[str, Any], flags: dict[str, Any]) -> None:
     """Train a language model, split over --mp ranks and copied over --dp replicas."""
-    if distributed_world_size is not None:
-        flags |= _mesh_of_world(distributed_world_size, flags)
+    world_size = foreign.pop("distributed_world_size", None)
+    translated, ignored = translate(foreign)
+    flags = translated | flags
     run = resolve(config, flags)
+    if world_size is not None:
+        run = resolve(config, {"dp": replicas_of(world_size, run.train.mp)} | flags)
+        if run.train.mp * run.train.dp != world_size:
+            raise ConfigError(
+                f"--distributed-world-size {world_size}: is not --mp {run.train.mp} x --dp {run.train.dp}"
+            )
     if print_config:
         typer.echo(to_toml(run), nl=False)
         return
     if not run.train.data:
         raise ConfigError("DATA: give the folder that `lmtools binarize` made, or `data` in --config")
-    _train(run)
+    _train(run, ignored)
 
 
-def _train(run: Run) -> None:
-    from lmtools.parallel.launch import is_worker, run_workers
+def _train(run: Run, ignored: list[str]) -> None:
+    from lmtools.parallel.launch import has_launcher, is_worker, run_workers
     from lmtools.parallel.mesh import open_mesh
     from lmtools.train.data import open_data
     from lmtools.train.schedule import learning_rate
@@ -53,9 +60,17 @@ def _train(run: Run) -> None:
     # Everything that can be refused is refused here, before a worker starts.
     learning_rate(1, config)
     data = open_data(config)
+    if config.log_format in ("rich", "simple") and not has_launcher() and os.environ.get("RANK", "0") == "0":
+        for line in ignored:
+            say(f"train: {line}")
     if (config.mp * config.dp > 1 or config.restarts) and not is_worker():
         import signal
 
+        from lmtools.train.precision import LossScaler
+        from lmtools.train.start import find_origin
+
+        LossScaler.of(config)
+        find_origin(run, data)
         run_workers(
             sys.argv[1:],
             num_workers=config.mp * config.dp,
@@ -70,14 +85,14 @@ def _train(run: Run) -> None:
     from lmtools.train.precision import parameter_dtype
     from lmtools.train.report import Reporter
     from lmtools.train.signals import stop_signals
-    from lmtools.train.state import start_state
+    from lmtools.train.start import start_state
 
     with stop_signals() as stop, open_mesh(dp=config.dp, tp=config.mp, device=config.device) as mesh:
         state, origin = start_state(run, data, mesh)
         report = Reporter(run, mesh, state.model.config.vocab_size)
-        num_parameters = sum(parameter.numel() for parameter in state.parameters)
+        num_parameters = sum(parameter.numel() for parameter in state.parameters.values())
         try:
-            report.begin(state.progress.num_updates, origin, num_parameters, parameter_dtype(config))
+            report.begin(state.progress, origin, num_parameters, parameter_dtype(config))
             if mesh.rank == 0:
                 atomic_write_text(Path(config.save_dir) / "config.toml", to_toml(run))
             received = run_loop(run, data, state, mesh, report, stop)
@@ -87,21 +102,14 @@ def _train(run: Run) -> None:
         raise typer.Exit(128 + received)
 
 
-def _mesh_of_world(world_size: int, flags: dict[str, Any]) -> dict[str, Any]:
-    """fairseq's --distributed-world-size counts all ranks; --dp counts replicas."""
-    mp = flags.get("mp", 1)
-    if world_size % mp:
-        raise ConfigError(f"--distributed-world-size {world_size}: not a multiple of --mp {mp}")
-    return {"dp": world_size // mp}
-
-
 def _command() -> Callable[..., None]:
     """The typer command: `train`, with one option for each field."""
 
     def command(ctx: typer.Context, **values: Any) -> None:
-        special = {name: values.pop(name) for name in ("config", "print_config", "distributed_world_size")}
-        flags = {name: _parsed(name, value) for name, value in values.items() if value is not None}
-        train(flags=flags, **special)
+        config, print_config = values.pop("config"), values.pop("print_config")
+        given = {name: _parsed(name, value) for name, value in values.items() if value not in (None, ())}
+        foreign = {name: given.pop(name) for name in FOREIGN if name in given}
+        train(config, print_config, {name: value for name, value in foreign.items() if value is not False}, given)
 
     parameters = [
         inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
@@ -112,11 +120,6 @@ def _command() -> Callable[..., None]:
             Annotated[bool, typer.Option("--print-config", help="Print the resolved configuration as TOML and exit.")],
             False,
         ),
-        _parameter(
-            "distributed_world_size",
-            Annotated[int | None, typer.Option(min=1, help="All ranks, as fairseq counts them: --mp times --dp.")],
-            None,
-        ),
     ]
     hints = typing.get_type_hints(TrainConfig)
     for name, field in TRAIN_FIELDS.items():
@@ -125,6 +128,9 @@ def _command() -> Callable[..., None]:
     hints = typing.get_type_hints(TransformerLMConfig)
     for name, field in MODEL_FIELDS.items():
         parameters.append(_parameter(name, _annotation(name, hints[name], field, panel="Model"), None))
+    for name, kind in FOREIGN.items():
+        flag = f"--{name.replace('_', '-')}"
+        parameters.append(_parameter(name, Annotated[kind | None, typer.Option(flag, hidden=True)], None))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = train.__doc__
@@ -137,17 +143,27 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 def _annotation(name: str, hint: Any, field: dataclasses.Field[Any], *, panel: str) -> Any:
     """What typer makes an option of: every field may be left out, which is not the same as its default."""
-    kind = _option_type(hint)
+    kind = str if name in _LITERALS else _option_type(hint)
     flag = f"--{name.replace('_', '-')}"
-    spellings = _SPELLINGS.get(name, [flag])
+    spellings = SPELLINGS.get(name, [flag])
     if kind is bool:
         spellings = [f"{flag}/--no-{flag[2:]}" if not name.startswith("no_") else flag]
-    text = field.metadata.get("help", "")
+    text = field.metadata["help"] if panel == "Run" else _attribute_texts(TransformerLMConfig)[name]
+    if typing.get_origin(hint) is Literal and kind is str:
+        text += f" [{'|'.join(typing.get_args(hint))}]"
     default = None if field.default in (None, "", dataclasses.MISSING) else field.default
     if panel == "Run" and default is not None and kind is not bool:
         text += f" [default: {default}]"
-    option = typer.Option(*spellings, help=text, rich_help_panel=panel, show_default=False)
+    option = typer.Option(*spellings, help=text, metavar=_LITERALS.get(name), rich_help_panel=panel, show_default=False)
     return Annotated[kind | None, option]
+
+
+def _attribute_texts(record: type[Any]) -> dict[str, str]:
+    """What a record's docstring says of its fields under `Attributes:`."""
+    section = (inspect.getdoc(record) or "").partition("Attributes:")[2]
+    texts = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", section, flags=re.MULTILINE)
+    joined = {name: " ".join(text.split()) for name, text in texts}
+    return {name: text[:1].upper() + text[1:] for name, text in joined.items()}
 
 
 def _option_type(hint: Any) -> Any:
@@ -157,19 +173,17 @@ def _option_type(hint: Any) -> Any:
         return _option_type(next(kind for kind in typing.get_args(hint) if kind is not type(None)))
     if origin is Literal:
         return type(typing.get_args(hint)[0])
-    if origin is tuple:
-        return str
     return hint
 
 
 def _parsed(name: str, value: Any) -> Any:
-    """Numbers in a text, with or without fairseq's brackets: `0.9,0.98`, `(0.9, 0.98)`, `[0.9, 0.98]`."""
-    if name != "adam_betas" or not isinstance(value, str):
+    """Numbers in a text, with or without fairseq's brackets."""
+    if name not in _LITERALS or not isinstance(value, str):
         return value
     try:
-        return tuple(ast.literal_eval(value))
+        return ast.literal_eval(value)
     except (ValueError, SyntaxError, TypeError) as error:
-        raise ConfigError(f"--adam-betas {value}: expected two numbers, as 0.9,0.98") from error
+        raise ConfigError(f"--{name.replace('_', '-')} {value}: expected {_LITERALS[name]}") from error
 
 
 command = _command()

@@ -1,0 +1,140 @@
+"""From a run's metrics.jsonl to the curves that are drawn of it: pure functions of what was written down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lmtools.errors import DataError
+from lmtools.train.metrics import METRICS_NAME, read_metrics
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+XAxis = Literal["updates", "tokens", "seconds"]
+YAxis = Literal["loss", "ppl"]
+
+
+@dataclass(frozen=True)
+class Series:
+    """What one loss was in the course of a run.
+
+    Attributes:
+        updates: updates made, `(n,)`.
+        tokens: tokens trained on, `(n,)`.
+        seconds: spent on training, `(n,)`.
+        loss: bits per token, finite, `(n,)`.
+        weights: tokens that each loss is the mean of, `(n,)`.
+    """
+
+    updates: Floats
+    tokens: Floats
+    seconds: Floats
+    loss: Floats
+    weights: Floats
+
+    def smoothed(self, window: int) -> Series:
+        """The mean loss of the `window` updates around each, per token; fewer at the two ends."""
+        indices = np.arange(len(self.loss))
+        first = np.maximum(indices - (window - 1) // 2, 0)
+        end = np.minimum(indices + window // 2 + 1, len(indices))
+        nats = np.concatenate([[0.0], np.cumsum(self.loss * self.weights)])
+        weights = np.concatenate([[0.0], np.cumsum(self.weights)])
+        mean = (nats[end] - nats[first]) / (weights[end] - weights[first])
+        return Series(self.updates, self.tokens, self.seconds, mean, self.weights)
+
+    def x(self, axis: XAxis) -> Floats:
+        """Where the losses stand on an axis."""
+        values: Floats = getattr(self, axis)
+        return values
+
+    def y(self, axis: YAxis) -> Floats:
+        """The losses, or the perplexities that they are; infinite beyond what a float can hold."""
+        if axis == "loss":
+            return self.loss
+        with np.errstate(over="ignore"):
+            return np.exp2(self.loss)
+
+
+@dataclass(frozen=True)
+class RunCurves:
+    """What a run has to show.
+
+    Attributes:
+        name: tells it from the other runs.
+        train: loss of every update.
+        valid: losses of each validation split, in the order in which they were first validated.
+    """
+
+    name: str
+    train: Series
+    valid: dict[str, Series]
+
+    @property
+    def best(self) -> int | None:
+        """Index of the lowest loss on the first validation split, which is what `checkpoint_best` goes by."""
+        first = next(iter(self.valid.values()), None)
+        return None if first is None or not len(first.loss) else int(first.loss.argmin())
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunCurves]:
+    """Read runs, each named by as much of its path as tells it from the others.
+
+    Args:
+        paths: `--save-dir` folders, or metrics.jsonl files.
+
+    Raises:
+        DataError: there are no metrics, a line is broken, or no update was made yet.
+    """
+    files = [path / METRICS_NAME if path.is_dir() else path for path in paths]
+    return [_read_run(file, name) for file, name in zip(files, _names(files), strict=True)]
+
+
+def default_window(num_updates: int) -> int:
+    """Updates that the training loss is averaged over unless told otherwise: a hundredth of the run."""
+    return max(1, num_updates // 100)
+
+
+def _read_run(file: Path, name: str) -> RunCurves:
+    if not file.is_file():
+        raise DataError(f"{file}: no such file; expected the --save-dir of a run, or its {METRICS_NAME}")
+    train: list[tuple[float, ...]] = []
+    valid: dict[str, list[tuple[float, ...]]] = {}
+    num_tokens = 0
+    for number, line in enumerate(read_metrics(file), start=1):
+        try:
+            if line["kind"] == "update" and line["skipped"] is None:
+                num_tokens += line["num_tokens"]
+                train.append(_point(line, num_tokens))
+            elif line["kind"] == "valid":
+                valid.setdefault(line["subset"], []).append(_point(line, num_tokens))
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{file}:{number}: not a line of {METRICS_NAME} ({error!r})") from error
+    curves = RunCurves(name, _series(train), {subset: _series(points) for subset, points in valid.items()})
+    if not len(curves.train.loss):
+        raise DataError(f"{file}: no update was made yet")
+    return curves
+
+
+def _point(line: dict[str, Any], num_tokens: int) -> tuple[float, ...]:
+    loss = float("nan") if line["loss_base2"] is None else line["loss_base2"]
+    values = line["num_updates"], num_tokens, line["seconds"], loss, line["num_tokens"]
+    return tuple(float(value) for value in values)
+
+
+def _series(points: Sequence[tuple[float, ...]]) -> Series:
+    columns = np.array(points, dtype=np.float64).reshape(-1, 5)
+    updates, tokens, seconds, loss, weights = columns[np.isfinite(columns[:, 3])].T
+    return Series(updates, tokens, seconds, loss, weights)
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    folders = [(file.parent if file.name == METRICS_NAME else file.with_suffix("")).absolute() for file in files]
+    for num_parts in range(1, max(len(folder.parts) for folder in folders) + 1):
+        names = ["/".join(folder.parts[-num_parts:]) for folder in folders]
+        if len(set(names)) == len(set(folders)):
+            break
+    return names
