@@ -240,7 +240,7 @@ def _hashable(key: Any) -> Any:
     """A key that costs nothing: tuples that share their parts take for ever to hash, and long numbers collide."""
     if not isinstance(key, (str, bytes, int, float, type(None))):
         raise TypeError(f"a key of type {type(key).__name__}")
-    if isinstance(key, int) and key.bit_length() > 63:
+    if isinstance(key, int) and key.bit_length() > 64:
         raise TypeError("a number of more than 64 bits as a key")
     return key
 

@@ -1,4 +1,4 @@
-"""A pickle is read as data: what Python's pickle would run is refused by name, and a crafted one costs no more than its size."""
+"""A pickle is read as data: what Python's pickle would run is refused by name, and none costs more than its size."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def command(canary: str) -> str:
 
 PROGRAMS: dict[str, tuple[Callable[[str], Any], str]] = {
     "a command": (lambda canary: Call(os.system, command(canary)), "system"),
-    "a process": (lambda canary: Call(subprocess.check_call, ["touch", canary]), "subprocess.check_call"),
+    "a process": (lambda canary: Call(subprocess.check_call, ["touch", canary]), "check_call"),
     "eval": (lambda canary: Call(eval, code(canary)), "eval"),
     "exec": (lambda canary: Call(exec, code(canary)), "exec"),
     "a code object": (lambda canary: Call(eval, Call(compile, code(canary), "x", "eval")), "eval"),
@@ -158,10 +158,10 @@ def test_other_ways_to_call_are_refused(content, reason):
         b"NQ.",  # a reference, where there are none
     ],
 )
-def test_nonsense_is_an_error(content):
-    with pytest.raises(Exception, match=r".") as error:  # which kind it is, the caller does not ask
-        read(content)
-    assert not isinstance(error.value, AssertionError)
+def test_nonsense_is_an_error(tmp_path, content):
+    path = write_legacy(tmp_path / "model.pt", content)
+    with pytest.raises(CheckpointError, match=rf"{path}: broken, or not a file of torch\.save"):
+        read_torch_file(path)
 
 
 def test_nothing_of_a_foreign_class_runs(monkeypatch, tmp_path):
@@ -250,9 +250,9 @@ Color.__module__ = "fairseq.colors"
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
 def test_options_become_plain(monkeypatch, protocol):
-    module = types.ModuleType("fairseq.colors")
-    module.Color = Color  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "fairseq.colors", module)
+    for name in ("fairseq", "fairseq.colors"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["fairseq.colors"].Color = Color  # type: ignore[attr-defined]
     options = Namespace(lr=[0.25], arch="lm", inner=Namespace(a=(1, None)), color=Color.RED, types={"x"})
     expected = {"lr": [0.25], "arch": "lm", "inner": {"a": [1, None]}, "color": "red", "types": ["x"]}
     record = read(pickle.dumps(options, protocol))
@@ -306,27 +306,24 @@ def number(value: int) -> bytes:
     return pickle.dumps(value, 2)[2:-1]
 
 
-LINE = b"c_codecs\nencode\n(X\x40\x42\x0f\x00" + b"a" * 1_000_000 + b"tRq\x03"  # a million letters, in memory once
+TEXT = b"X\x40\x42\x0f\x00" + b"fairseq." * 125_000  # a million letters
 BOMBS = {
     "a place in the memo": b"\x80\x02Nr\xff\xff\xff\x7f.",
     "a length of bytes": b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f.",
     "a length of text": b"\x80\x02X\xff\xff\xff\xffx.",
     "a frame": b"\x80\x04\x95" + b"\xff" * 7 + b"\x7fN.",
     "a long number": b"L" + b"9" * 200_000 + b"L\n.",
-    "depth": b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b".",
-    "depth of tuples": b"\x80\x02)" + b"\x85" * 50_000 + b".",
-    "depth of records": b"\x80\x02cargparse\nNamespace\nq\0" + b"h\0)\x81" * 20_000 + b"b" * 19_999 + b".",
+    "long names": b"\x80\x04" + TEXT + b"q\0X\1\0\0\0xq\1" + b"h\0h\1\x93" * 20_000 + b".",
+    "long NumPy numbers": b"\x80\x02cnumpy.core.multiarray\nscalar\nq\1cnumpy\ndtype\nX\2\0\0\0f8\x85Rq\2"
+    + (b"c_codecs\nencode\n" + TEXT + b"\x85Rq\3")
+    + (b"h\1h\2h\3\x86R0" * 20_000 + b"."),
     "a key of tuples": b"\x80\x02})q\0" + b"h\0h\0\x86q\0" * 60 + b"Ns.",
     "keys that collide": b"\x80\x02}(" + b"".join(number(i * (2**61 - 1)) + b"N" for i in range(30_000)) + b"u.",
-    "long names": b"\x80\x04X\x40\x42\x0f\x00"
-    + b"fairseq." * 125_000
-    + b"q\0X\1\0\0\0xq\1"
-    + b"h\0h\1\x93" * 20_000
-    + b".",
-    "long NumPy numbers": b"\x80\x02cnumpy.core.multiarray\nscalar\nq\1cnumpy\ndtype\nX\2\0\0\0f8\x85Rq\2"
-    + LINE
-    + b"h\1h\2h\3\x86R0" * 1_000
-    + b".",
+}
+DEEP = {
+    "lists": b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
+    "tuples": b"\x80\x02)" + b"\x85" * 200_000 + b".",
+    "records": b"\x80\x02cargparse\nNamespace\nq\0" + b"h\0)\x81" * 100_000 + b"b" * 99_999 + b".",
 }
 
 
@@ -336,15 +333,27 @@ BOMBS = {
 def test_reading_costs_what_the_file_does(tmp_path, bomb, write):
     path = write(tmp_path / "model.pt", BOMBS[bomb])
     tracemalloc.start()
+    message = error_of(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2_000_000 + 100 * path.stat().st_size
+    assert len(message) < len(str(path)) + 500
+    assert "\n" not in message
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", DEEP)
+def test_depth_does_not_exhaust_the_stack(tmp_path, kind):
+    error_of(write_zip(tmp_path / "model.pt", DEEP[kind]))  # an end of the process would be the failure
+
+
+def error_of(path: Path) -> str:
+    """The message with which reading is refused, or nothing."""
     try:
-        read_torch_file(path)
+        plain(read_torch_file(path).content)
     except CheckpointError as error:
-        assert len(str(error)) < len(str(path)) + 500  # and one line
-        assert "\n" not in str(error)
-    finally:
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    assert peak < 1_000_000 + 600 * path.stat().st_size
+        return str(error)
+    return ""
 
 
 @pytest.mark.timeout(60)
@@ -357,18 +366,10 @@ def test_a_list_of_storages_that_never_ends_is_refused(tmp_path):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("content", [b"\x80\x02" + doubled(60, 0) + b".", b"\x80\x02]q\0h\0a.", BOMBS["depth"]])
+@pytest.mark.parametrize("content", [b"\x80\x02" + doubled(60, 0) + b".", b"\x80\x02]q\0h\0a."])
 def test_options_without_an_end_are_refused(content):
     with pytest.raises(CheckpointError, match="nested deeper"):
         plain(read(content))
-
-
-@given(st.binary(max_size=60))
-def test_any_bytes_are_an_error_or_data(content):
-    try:
-        read(content)
-    except Exception as error:  # noqa: BLE001 - that it is one, rather than a crash, is the point
-        assert not isinstance(error, (AssertionError, NameError))
 
 
 opcodes = st.sampled_from([
@@ -379,9 +380,7 @@ opcodes = st.sampled_from([
 ])  # fmt: skip
 
 
-@given(st.lists(opcodes, max_size=40).map(b"".join))
-def test_any_opcodes_are_an_error_or_data(program):
-    try:
-        plain(read(program + b"."))
-    except Exception as error:  # noqa: BLE001 - as above
-        assert not isinstance(error, (AssertionError, NameError, AttributeError))
+@given(st.binary(max_size=60) | st.lists(opcodes, max_size=40).map(lambda program: b"".join(program) + b"."))
+def test_any_program_is_an_error_or_data(tmp_path_factory, program):
+    path = tmp_path_factory.getbasetemp() / "any_program.pt"
+    error_of(write_legacy(path, program))  # raises nothing
