@@ -67,6 +67,8 @@ class Encoder:
         return b" ".join([self._pieces[piece] for piece in SPLIT.findall(text)])
 
     def _encode_word(self, key: bytes, *, prefix: str) -> bytes:
+        if key.isalpha():  # ASCII letters alone, as bytes have no others: one piece
+            return self._encode_piece(prefix + key.decode("ascii"))
         # An empty word is what stands between two spaces, of which the first is a piece (never are there three here).
         word = key.decode("utf-8")
         if word != word.strip():
