@@ -21,15 +21,13 @@ from lmtools.checkpoints.transformer_xl_names import parameter_sources
 from lmtools.checkpoints.unpickle import read_torch_file
 from lmtools.errors import ConfigError
 from lmtools.models.architectures import TransformerXLConfig, transformer_xl
+from lmtools.models.relative_attention import attention_mask, relative_positions
 from lmtools.models.transformer_xl import (
     Layer,
     LayerMemory,
     TransformerXL,
-    attention_mask,
     initialize_parameter,
-    relative_positions,
     reorder,
-    shift_to_keys,
     zero_memories,
 )
 
@@ -280,38 +278,6 @@ def test_only_the_last_positions_are_scored_if_there_are_fewer_targets():
     tokens, targets = some_tokens(2, 6), some_tokens(2, 7)[:, 1:]
     whole, _ = model(tokens, targets)
     torch.testing.assert_close(model(tokens, targets[:, 4:])[0], whole[:, 4:])
-
-
-def test_the_shift_is_a_view_and_picks_each_keys_distance():
-    num_queries, num_keys = 3, 7
-    by_distance = torch.arange(2 * num_queries * (num_keys + 1)).view(2, num_queries, num_keys + 1)
-    shifted = shift_to_keys(by_distance)
-    assert shifted.untyped_storage().data_ptr() == by_distance.untyped_storage().data_ptr()
-    for query in range(num_queries):
-        for key in range(num_keys - num_queries + query + 1):
-            distance = num_keys - num_queries + query - key
-            assert torch.equal(shifted[:, query, key], by_distance[:, query, num_keys - 1 - distance])
-
-
-def test_relative_positions_are_the_formula():
-    table = relative_positions(4, 6, clamp_len=2, like=torch.empty(0))
-    for row, distance in enumerate([2, 2, 1, 0]):
-        angles = [distance * 10000 ** (-i / 6) for i in (0, 2, 4)]
-        expected = [math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles]
-        assert table[row].tolist() == pytest.approx(expected, abs=1e-6)
-    assert len(table) == 5
-
-
-def test_half_precision_positions_are_rounded_only_at_the_end():
-    exact = relative_positions(3000, 8, -1, torch.empty(0))
-    assert torch.equal(relative_positions(3000, 8, -1, torch.empty(0, dtype=torch.bfloat16)), exact.bfloat16())
-
-
-def test_the_mask_lets_a_query_see_up_to_itself_or_a_window():
-    seen = attention_mask(2, 5, None, torch.empty(0)) == 0
-    assert seen.tolist() == [[True, True, True, True, False], [True, True, True, True, True]]
-    seen = attention_mask(2, 5, 3, torch.empty(0)) == 0
-    assert seen.tolist() == [[False, True, True, True, False], [False, False, True, True, True]]
 
 
 def test_a_layer_can_be_computed_again_in_the_backward_pass():
