@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
 from lmtools.checkpoints.fairseq import FairseqCheckpoint, open_fairseq
+from lmtools.checkpoints.training import is_training_checkpoint
+from lmtools.checkpoints.training_read import TrainingCheckpoint, open_training
 from lmtools.errors import CheckpointError, ConfigError
 from lmtools.models.transformer_lm import TransformerLM
 from lmtools.parallel.mesh import Mesh
 from lmtools.parallel.parallelize import materialize, parallelize, without_memory
 from lmtools.parallel.plans import TRANSFORMER_LM
 
+Checkpoint: TypeAlias = FairseqCheckpoint | TrainingCheckpoint
+"""What all checkpoints have: `paths`, `config`, `num_parts`, `identity`, `read`, `verify_part`."""
 
-def open_checkpoint(path: str | Path) -> FairseqCheckpoint:
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a checkpoint without reading its weights.
+
+    Args:
+        path: a training checkpoint's folder, or what `open_fairseq` takes.
 
     Raises:
         CheckpointError: it is not there, not complete, or not one that lmtools reads.
     """
+    if is_training_checkpoint(path):
+        return open_training(path)
+    of_a_run = [name for name in ("checkpoint_best", "checkpoint_last") if is_training_checkpoint(Path(path) / name)]
+    if of_a_run:
+        raise CheckpointError(f"{path}: holds the checkpoints of a training run; name one, as {path}/{of_a_run[0]}")
     return open_fairseq(path)
 
 
-def require_divisible(checkpoint: FairseqCheckpoint, tp_size: int) -> None:
+def require_divisible(checkpoint: Checkpoint, tp_size: int) -> None:
     """Refuse a tensor-parallel size that would cut through a head.
 
     Raises:
@@ -37,7 +51,7 @@ def require_divisible(checkpoint: FairseqCheckpoint, tp_size: int) -> None:
         )
 
 
-def require_dictionary_fits(checkpoint: FairseqCheckpoint, num_types: int, where: str | Path) -> None:
+def require_dictionary_fits(checkpoint: Checkpoint, num_types: int, where: str | Path) -> None:
     """Refuse a dictionary of another size than the embedding.
 
     Args:
@@ -59,7 +73,7 @@ def require_dictionary_fits(checkpoint: FairseqCheckpoint, num_types: int, where
         )
 
 
-def load_model(checkpoint: FairseqCheckpoint, mesh: Mesh, dtype: torch.dtype) -> TransformerLM:
+def load_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype) -> TransformerLM:
     """Build the model and fill it from the checkpoint. Every rank of the mesh must call it.
 
     Any number of parts loads on any tensor-parallel size that divides the heads. Peak memory of a rank is its share of

@@ -50,8 +50,12 @@ class TorchFile:
     content: Any
 
 
-def read_torch_file(path: str | Path) -> TorchFile:
+def read_torch_file(path: str | Path, *, span: tuple[int, int] | None = None) -> TorchFile:
     """Read a file that torch.save wrote, without its weights and without running anything in it.
+
+    Args:
+        path: the file.
+        span: start and end of what torch.save wrote, where it is one of several things in the file; a zip archive then.
 
     Raises:
         CheckpointError: it is not there, not such a file, cut short, or asks for something that data never needs.
@@ -59,8 +63,11 @@ def read_torch_file(path: str | Path) -> TorchFile:
     path = Path(path)
     try:
         with open(path, "rb") as stream:
+            stream.seek(span[0] if span else 0)
             if stream.read(4) == b"PK\x03\x04":
-                return TorchFile(path, "zip", _read_zip(path))
+                return TorchFile(path, "zip", _read_zip(path, span[1] if span else None))
+            if span:
+                raise CheckpointError(f"holds no zip archive at byte {span[0]:,}; it is damaged, or another file")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
                 if mapped[:2] == b"\x1f\x8b" or mapped[257:262] == b"ustar":
                     raise CheckpointError("is a gzip or tar archive; unpack it and name a file that was in it")
@@ -100,8 +107,8 @@ def _plain(value: Any, depth: int, left: Iterator[int]) -> Any:
     return value
 
 
-def _read_zip(path: Path) -> Any:
-    with zipfile.ZipFile(path) as archive:
+def _read_zip(path: Path, end: int | None) -> Any:
+    with _Beginning(path, end) as stream, zipfile.ZipFile(stream) as archive:
         members = {info.filename: info for info in archive.infolist()}
     pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
@@ -119,6 +126,25 @@ def _read_zip(path: Path) -> Any:
         return _same_storage(storages[key], dtype, num_elements)
 
     return read_pickle(io.BytesIO(_read_record(path, members[pickles[0]])), find_storage)
+
+
+class _Beginning(io.FileIO):
+    """A file as if it ended at byte `end`. What comes before an archive, zipfile passes over by itself."""
+
+    def __init__(self, path: Path, end: int | None) -> None:
+        super().__init__(path)
+        self._end = super().seek(0, io.SEEK_END) if end is None else end
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        if whence == io.SEEK_END:
+            return super().seek(self._end + offset)
+        return super().seek(offset, whence)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(self._end - self.tell(), 0)
+        content = super().read(left if size is None or size < 0 else min(size, left))
+        assert content is not None, "a file never has to be waited for"
+        return content
 
 
 def _read_record(path: Path, info: zipfile.ZipInfo) -> bytes:

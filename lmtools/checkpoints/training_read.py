@@ -1,0 +1,183 @@
+"""Reads the model out of a training checkpoint, a slice at a time, on one process or on any mesh.
+
+The folder is laid out as `training.py` says. Each tensor lies in it in chunks, one for each rank that had a part of it,
+and a chunk is what torch.save makes of a tensor, at some place in some file. So it reads as fairseq's files do: names
+and shapes first, values when, and as far as, they are asked for, and nothing is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from lmtools.checkpoints.lazy_tensor import LazyTensor
+from lmtools.checkpoints.training import read_metadata, read_record
+from lmtools.checkpoints.unpickle import read_torch_file
+from lmtools.errors import CheckpointError
+from lmtools.models.architectures import TransformerLMConfig
+from lmtools.models.transformer_lm import TransformerLM
+from lmtools.parallel.parallelize import without_memory
+
+_PREFIX = "model."
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A rectangle of a tensor, in a file.
+
+    Attributes:
+        offsets: where it begins, in each dimension.
+        sizes: how long it is, in each dimension.
+        path: the file.
+        span: first byte in the file, and the one after the last.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    path: Path
+    span: tuple[int, int]
+
+    def open(self) -> LazyTensor:
+        """The tensor that is in the file there.
+
+        Raises:
+            CheckpointError: another thing is there.
+        """
+        tensor = read_torch_file(self.path, span=self.span).content
+        if not isinstance(tensor, LazyTensor) or tensor.shape != self.sizes:
+            raise CheckpointError(
+                f"{self.path}: holds no tensor of shape {self.sizes} at byte {self.span[0]:,}, as .metadata says; "
+                "the files are not of one checkpoint"
+            )
+        return tensor
+
+
+@dataclass(frozen=True)
+class TrainingCheckpoint:
+    """An open training checkpoint, of which only the index was read.
+
+    Attributes:
+        folder: where it is, links followed: what `checkpoint_best` names may change while it is read.
+        record: configuration and progress.
+        config: the model that it holds.
+        chunks: where each parameter is, by name.
+        dtypes: of each parameter.
+    """
+
+    folder: Path
+    record: Mapping[str, Any]
+    config: TransformerLMConfig
+    chunks: Mapping[str, tuple[Chunk, ...]]
+    dtypes: Mapping[str, torch.dtype]
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that hold the model."""
+        return tuple(sorted({chunk.path for chunks in self.chunks.values() for chunk in chunks}))
+
+    @property
+    def num_parts(self) -> int:
+        """How many files hold the model."""
+        return len(self.paths)
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this checkpoint from another one written to the same place, without hashing gigabytes."""
+        stats = [path.stat() for path in self.paths]
+        names = [f"{self.folder.name}/{path.name}" for path in self.paths]
+        return {"checkpoint_files": [[n, s.st_size, s.st_mtime_ns] for n, s in zip(names, stats, strict=True)]}
+
+    def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        """Read part of a whole parameter, from whichever chunks hold it.
+
+        Args:
+            name: the parameter.
+            slices: one for each dimension, with plain bounds.
+
+        Returns:
+            A tensor of its own, in the dtype that was trained in.
+        """
+        whole = torch.empty([piece.stop - piece.start for piece in slices], dtype=self.dtypes[name])
+        for chunk in self.chunks[name]:
+            bounds = [
+                (max(piece.start, offset), min(piece.stop, offset + size))
+                for piece, offset, size in zip(slices, chunk.offsets, chunk.sizes, strict=True)
+            ]
+            if all(start < stop for start, stop in bounds):
+                there = [slice(a - offset, b - offset) for (a, b), offset in zip(bounds, chunk.offsets, strict=True)]
+                here = tuple(
+                    slice(a - piece.start, b - piece.start) for (a, b), piece in zip(bounds, slices, strict=True)
+                )
+                whole[here] = chunk.open().read_slice(there)
+        return whole
+
+    def verify_part(self, part: int) -> None:
+        """Compare what one of `paths` holds of the model with its checksums.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        for chunks in self.chunks.values():
+            for chunk in chunks:
+                if chunk.path == self.paths[part]:
+                    chunk.open().storage.verify()
+
+
+def open_training(path: str | Path) -> TrainingCheckpoint:
+    """Open a training checkpoint and check all that can be checked without reading its weights.
+
+    Raises:
+        CheckpointError: no complete checkpoint is there, its index is broken, or it does not hold the model that its
+            configuration says.
+    """
+    folder = Path(path).resolve()
+    record = read_record(folder)
+    config = _config(record, folder)
+    try:
+        with open(folder / ".metadata", "rb") as stream:
+            index = read_metadata(stream)
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    with without_memory():
+        parameters = dict(TransformerLM(config).named_parameters())
+    saved = {name for name in index.state_dict_metadata if name.startswith(_PREFIX)}
+    for name in sorted(saved ^ {_PREFIX + name for name in parameters}):
+        problem = "is not of the model of its configuration" if name in saved else "is missing"
+        raise CheckpointError(f"{folder}: {name} {problem}")
+    chunks, dtypes = {}, {}
+    for name, parameter in parameters.items():
+        entry = index.state_dict_metadata[_PREFIX + name]
+        assert isinstance(entry, TensorStorageMetadata), "see read_metadata"
+        if entry.size != parameter.shape:
+            raise CheckpointError(f"{folder}: {name} has shape {tuple(entry.size)}, expected {tuple(parameter.shape)}")
+        chunks[name] = _chunks(_PREFIX + name, entry, index, folder)
+        dtypes[name] = entry.properties.dtype
+    return TrainingCheckpoint(folder, record, config, chunks, dtypes)
+
+
+def _config(record: Mapping[str, Any], folder: Path) -> TransformerLMConfig:
+    try:
+        return TransformerLMConfig(**record["model"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: its configuration is of another version ({error})") from error
+
+
+def _chunks(name: str, entry: TensorStorageMetadata, index: Metadata, folder: Path) -> tuple[Chunk, ...]:
+    chunks = []
+    for saved in entry.chunks:
+        place = index.storage_data.get(MetadataIndex(name, saved.offsets)) if index.storage_data else None
+        if place is None or Path(place.relative_path).name != place.relative_path or place.transform_descriptors:
+            raise CheckpointError(f"{folder}: its .metadata does not say where {name} lies")
+        path = folder / place.relative_path
+        span = place.offset, place.offset + place.length
+        if not path.is_file() or path.stat().st_size < span[1]:
+            raise CheckpointError(f"{path}: ends before byte {span[1]:,}, where {name} does; the checkpoint is damaged")
+        chunks.append(Chunk(tuple(saved.offsets), tuple(saved.sizes), path, span))
+    if sum(torch.Size(chunk.sizes).numel() for chunk in chunks) != entry.size.numel():
+        raise CheckpointError(f"{folder}: the chunks of {name} do not make up the whole")
+    return tuple(chunks)
