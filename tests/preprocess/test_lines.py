@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmtools.errors import DataError, LmtoolsError
+from lmtools.preprocess import lines as lines_module
 from lmtools.preprocess.lines import (
     cut_at_newlines,
     cut_every_lines,
@@ -64,7 +65,9 @@ def test_ranges_cover_the_file_in_whole_lines(file: Callable[[bytes], Path], con
 
 @given(texts.map(b"".join), st.integers(1, 4))
 def test_ranges_of_equally_many_lines(file: Callable[[bytes], Path], content: bytes, lines_per_range: int) -> None:
-    ranges, num_lines = cut_every_lines(file(content), lines_per_range)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines_module, "_READ_BYTES", 5)
+        ranges, num_lines = cut_every_lines(file(content), lines_per_range)
 
     lines = [list(read_lines(text)) for text in ranges]
     assert [line for of_range in lines for line in of_range] == lines_of(content)
