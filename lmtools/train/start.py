@@ -110,7 +110,7 @@ def start_state(run: Run, data: RunData, mesh: Mesh) -> tuple[TrainState, str]:
     if origin.saved is not None:
         state = _state_from_lmtools(run, mesh, origin, origin.path, origin.saved)
     else:
-        state = _state_from_fairseq(run, mesh, origin)
+        state = _state_from_fairseq(run, data, mesh, origin)
     return state, f"{origin.kind} from {origin.path}" if origin.kind != "weights" else f"weights of {origin.path}"
 
 
@@ -231,7 +231,7 @@ def _from_fairseq(kind: Literal["restored", "weights"], path: Path, run: Run, da
     return Origin(kind, path, vocab_size, fairseq=checkpoint, fairseq_training=training)
 
 
-def _state_from_fairseq(run: Run, mesh: Mesh, origin: Origin) -> TrainState:
+def _state_from_fairseq(run: Run, data: RunData, mesh: Mesh, origin: Origin) -> TrainState:
     """Weights, and where they are restored Adam's moments and progress, whatever the number of parts."""
     checkpoint, training = origin.fairseq, origin.fairseq_training
     assert checkpoint is not None
@@ -246,8 +246,10 @@ def _state_from_fairseq(run: Run, mesh: Mesh, origin: Origin) -> TrainState:
             for key, moments in training.moments.items():
                 _fill(values[key], moments.read, name)
     if training is not None:
-        progress = Progress(training.num_updates, position=Position(training.epoch, training.num_batches))
-        state.progress = _restored(progress, run.train)
+        position = Position(training.epoch, training.num_batches)
+        if training.num_batches == len(data.batches(training.epoch)):  # where lmtools would say that the next one begins
+            position = Position(training.epoch + 1)
+        state.progress = _restored(Progress(training.num_updates, position=position), run.train)
     return state
 
 

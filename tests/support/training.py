@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ from lmtools.parallel.parallelize import ReadSlice, seeded_values
 from lmtools.train.build import build_model, build_optimizer
 from lmtools.train.config import Run, resolve
 from lmtools.train.data import RunData, open_data
-from lmtools.train.loop import UpdateResult, make_update, updates
-from lmtools.train.precision import LossScaler
+from lmtools.train.loop import UpdateResult, make_update, train, updates
+from lmtools.train.metrics import METRICS_NAME, read_metrics
+from lmtools.train.precision import LossScaler, parameter_dtype
+from lmtools.train.report import Reporter
 from lmtools.train.signals import StopSignal
+from lmtools.train.start import start_state
 from lmtools.train.state import Progress, TrainState
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -31,6 +35,8 @@ TINY: dict[str, Any] = {
     "data": str(GOLDEN / "bin"),
     "tokens_per_sample": 16,
     "batch_size": 4,
+    "valid_subset": "",
+    "batch_size_valid": 108,
     "decoder_layers": 2,
     "decoder_embed_dim": 16,
     "decoder_ffn_embed_dim": 24,
@@ -45,7 +51,7 @@ TINY: dict[str, Any] = {
     "log_format": "none",
     "num_workers": 0,
 }
-"""83 batches of 4 blocks an epoch; 144 types."""
+"""83 batches of 4 blocks an epoch; 144 types. Not validated; with the subset `valid`, 3 batches."""
 
 
 def tiny_run(**flags: Any) -> Run:
@@ -89,6 +95,49 @@ def advance(run: Run, data: RunData, state: TrainState, mesh: Mesh, num_updates:
         progress.num_skipped += result.skipped is not None
         results.append(result)
     return results
+
+
+@dataclass(frozen=True)
+class Leg:
+    """What a run has come to when it ended.
+
+    Attributes:
+        received: the signal that ended it, or 0.
+        tensors: all of a checkpoint's, whole.
+        progress: without the time.
+        loss_scaler: its counters.
+        origin: where the run started from.
+    """
+
+    received: int
+    tensors: dict[str, Tensor]
+    progress: dict[str, Any]
+    loss_scaler: dict[str, float]
+    origin: str
+
+
+def train_a_leg(flags: dict[str, Any], stop: StopSignal | None = None) -> Leg:
+    """A whole run on the ranks that there are, as the command makes it. Every rank must call it."""
+    run = tiny_run(**flags)
+    mesh = cpu_mesh(run)
+    data = open_data(run.train)
+    state, origin = start_state(run, data, mesh)
+    report = Reporter(run, mesh, state.model.config.vocab_size)
+    report.begin(state.progress, origin, 0, parameter_dtype(run.train))
+    try:
+        received = train(run, data, state, mesh, report, stop or StopSignal())
+    finally:
+        report.close()
+    progress = asdict(state.progress)
+    del progress["seconds"]
+    return Leg(received, whole_state(state), progress, state.scaler.state_dict(), origin)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl, without what depends on the clock."""
+    return [
+        {key: value for key, value in line.items() if key != "seconds"} for line in read_metrics(folder / METRICS_NAME)
+    ]
 
 
 def whole(tensor: Tensor) -> Tensor:

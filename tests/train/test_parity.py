@@ -41,16 +41,20 @@ def replay(
     *,
     arch_fields: dict[str, Any],
     num_updates: int,
+    num_done: int = 0,
     dp: int = 1,
     tp: int = 1,
     prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Make fairseq's updates with lmtools; returns loss sums, gradient norms and the final weights, whole."""
-    updates = recorded_updates(golden / "updates.rank0.jsonl")[:num_updates]
+    """Make fairseq's updates with lmtools; returns loss sums, gradient norms and the final weights, whole.
+
+    With `num_done`, the checkpoint has Adam's moments of so many updates, and the ones after them are made.
+    """
+    updates = recorded_updates(golden / "updates.rank0.jsonl")[num_done:][:num_updates]
     flags = {
         "data": str(data),
         "restore_file": str(golden / checkpoint),
-        "reset_optimizer": True,
+        "reset_optimizer": not num_done,
         "resume": "never",
         "save_dir": "unused",
         "batch_size": 8,
@@ -137,14 +141,22 @@ def test_losses_norms_and_weights_are_fairseqs(golden: Path, dp, tp):
         torch.testing.assert_close(weight, expected, rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
 
 
-MP8 = {
+MEGATRON = {
     "arch": "transformer_lm_megatron",
-    "tokens_per_sample": 64,
     "decoder_layers": 2,
+    "share_decoder_input_output_embed": True,
+}
+MP2 = MEGATRON | {
+    "tokens_per_sample": 32,
+    "decoder_embed_dim": 32,
+    "decoder_ffn_embed_dim": 64,
+    "decoder_attention_heads": 4,
+}
+MP8 = MEGATRON | {
+    "tokens_per_sample": 64,
     "decoder_embed_dim": 64,
     "decoder_ffn_embed_dim": 256,
     "decoder_attention_heads": 8,
-    "share_decoder_input_output_embed": True,
 }
 
 
@@ -156,6 +168,26 @@ def without_input_gradient_of_rows(model: nn.Module, rows: list[int]) -> None:
         return torch.where(ignored[..., None], output.detach(), output)
 
     model.get_submodule("embed_tokens").register_forward_hook(detach_rows)
+
+
+def test_what_fairseq_has_begun_goes_on_as_it_did_there(golden: Path):
+    """`mp2_2020` was saved after update 105 and trained on to 120: from its weights and moments, the same 15 losses.
+
+    The embedding's ignored rows are put back, as below.
+    """
+    folder = golden / "mp2_2020"
+    losses, _, _ = replay(
+        folder,
+        "model.pt",
+        golden / "bin",
+        arch_fields=MP2,
+        num_updates=15,
+        num_done=105,
+        prepare=lambda model: without_input_gradient_of_rows(model, [1, 72 + 1]),
+    )
+    recorded = recorded_updates(folder / "updates.rank0.jsonl")[105:]
+    expected = [sum(micro["loss_sum"] for micro in update["micro"]) for update in recorded]
+    np.testing.assert_allclose(losses, expected, rtol=2e-6)
 
 
 @pytest.mark.shared
