@@ -53,6 +53,11 @@ def is_worker() -> bool:
     return {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()
 
 
+def is_restarted() -> bool:
+    """Whether this process is a worker that elastic has started again after a failure."""
+    return is_worker() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def has_launcher() -> bool:
     """Whether this process is a worker of `run_workers`, which catches the user's signals for its workers."""
     return _LAUNCHER_PID in os.environ and is_worker()
