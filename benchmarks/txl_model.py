@@ -37,9 +37,9 @@ CUTOFFS = [20_000, 40_000, 200_000]
 TRAIN = {"clamp_len": -1, "same_length": False}
 EVALUATE = {"clamp_len": 400, "same_length": True}
 JOBS: dict[str, dict[str, Any]] = {
-    "train, batch 4 x 150": {"batch": (4, 150), "steps": 3, "options": TRAIN | {"mem_len": 150}},
-    "evaluate, batch 1 x 64": {"batch": (1, 64), "steps": 10, "options": EVALUATE | {"mem_len": 640}},
-    "evaluate, batch 4 x 64": {"batch": (4, 64), "steps": 4, "options": EVALUATE | {"mem_len": 640}},
+    "train, batch 4 x 150": {"batch": (4, 150), "steps": 2, "options": TRAIN | {"mem_len": 150}},
+    "evaluate, batch 1 x 64": {"batch": (1, 64), "steps": 8, "options": EVALUATE | {"mem_len": 640}},
+    "evaluate, batch 4 x 64": {"batch": (4, 64), "steps": 3, "options": EVALUATE | {"mem_len": 640}},
 }
 Step = Callable[[Tensor, Any], tuple[Tensor, Any]]
 """Tokens `(B, T)` and memory to the mean loss of tokens 1 to T - 1 given those before, and memory."""
@@ -91,7 +91,7 @@ def lmtools_model(options: dict[str, Any], weights: Path) -> tuple[nn.Module, St
 
 
 def measure(which: str, job: str, threads: int, weights: Path) -> dict[str, Any]:
-    """What one process does: two segments to warm up, then the timed ones."""
+    """What one process does: one segment to warm up, then the timed ones."""
     torch.set_num_threads(threads)
     steps, options, (batch_size, length) = JOBS[job]["steps"], JOBS[job]["options"], JOBS[job]["batch"]
     training = job.startswith("train")
@@ -99,7 +99,7 @@ def measure(which: str, job: str, threads: int, weights: Path) -> dict[str, Any]
     model.train(training)
     optimizer = torch.optim.Adam(model.parameters(), lr=2.5e-4, fused=True)
     generator = torch.Generator().manual_seed(0)
-    uniform = torch.rand(steps + 2, batch_size, length, generator=generator, dtype=torch.float64)
+    uniform = torch.rand(steps + 1, batch_size, length, generator=generator, dtype=torch.float64)
     segments = ((VOCAB_SIZE + 1.0) ** uniform - 1).long()
 
     memories, losses, seconds, update_seconds = None, [], [], []
@@ -118,8 +118,8 @@ def measure(which: str, job: str, threads: int, weights: Path) -> dict[str, Any]
             losses.append(loss.item())
     num_tokens = batch_size * length * steps
     return {
-        "model": num_tokens / sum(seconds[2:]),
-        "with Adam": num_tokens / sum(update_seconds[2:]),
+        "model": num_tokens / sum(seconds[1:]),
+        "with Adam": num_tokens / sum(update_seconds[1:]),
         "peak MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "losses": losses,
     }
