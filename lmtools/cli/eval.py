@@ -14,6 +14,7 @@ import typer
 
 from lmtools.cli.options import JsonOption, print_json, progress_bar, say
 from lmtools.errors import ConfigError
+from lmtools.files import STDIO
 
 if TYPE_CHECKING:
     from lmtools.evaluate.run import ScoredSplit
@@ -239,6 +240,8 @@ def _require_sensible_options(
     if scores is not None and scores == output:
         raise ConfigError(f"--scores {scores}: is --output too; give two names")
     for option, target in (("--output", output), ("--scores", scores)):
+        if target is not None and str(target) == STDIO:
+            raise ConfigError(f"{option} -: expected a file's name; --json prints the result on standard output")
         if target is not None and (target.is_dir() or not target.absolute().parent.is_dir()):
             raise ConfigError(f"{option} {target}: expected a file's name in a folder that exists")
 
