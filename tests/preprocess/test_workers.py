@@ -50,6 +50,10 @@ def test_workers_have_nothing_that_only_their_parent_imported() -> None:
     assert done.stdout == "False False False True\n"
 
 
+def test_ctrl_c_is_left_to_the_parent() -> None:
+    assert list(run_ordered(tasks.ignores_ctrl_c, [0], workers=2)) == [True]
+
+
 def test_few_items_are_under_way_at_a_time() -> None:
     taken = 0
 

@@ -39,6 +39,10 @@ def is_imported(module: str) -> bool:
     return module in sys.modules
 
 
+def ignores_ctrl_c(_: object) -> bool:
+    return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
 def fail(number: int) -> int:
     time.sleep(0.2 * number)
     if number < 2:
