@@ -63,7 +63,7 @@ class Reporter:
         self._metrics = MetricsFile(folder / METRICS_NAME, progress.num_updates, progress.num_skipped)
         self._peak_flops = matmul_flops_per_second(self._device, dtype) * self._world_size
         if config.tensorboard_logdir is not None:
-            self._tensorboard = _open_tensorboard(config.tensorboard_logdir)
+            self._tensorboard = _open_tensorboard(config.tensorboard_logdir, progress.num_updates)
         num_updates = progress.num_updates
         self._say(
             {"kind": "start", "origin": origin, "num_parameters": num_parameters, "num_updates": num_updates},
@@ -260,12 +260,13 @@ def _open_line(total: int | None, done: int) -> _Line | None:
     return _Line(total, done) if sys.stderr.isatty() else None
 
 
-def _open_tensorboard(folder: str) -> SummaryWriter:
+def _open_tensorboard(folder: str, num_updates: int) -> SummaryWriter:
+    """A writer of events; those of later updates that a run before it wrote there are void."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise LmtoolsError("--tensorboard-logdir: TensorBoard is not installed; pip install 'lmtools[plot]'") from error
-    return SummaryWriter(folder)
+    return SummaryWriter(folder, purge_step=num_updates + 1)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
