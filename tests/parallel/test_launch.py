@@ -223,6 +223,10 @@ def test_the_command_prints_one_line_for_all_ranks_and_exits_with_1(start: Start
     assert errors in {f"lmtools: rank {rank}: wiki.test.bpe:7: not a number\n" for rank in range(3)}
 
 
+def test_wrong_usage_exits_with_2_also_when_a_worker_finds_it(start: Start) -> None:
+    assert start("2", "1=usage").result() == (2, "", "lmtools: rank 1: --mp 3: does not divide the heads\n")
+
+
 def test_the_command_prints_a_bugs_traceback_once(start: Start) -> None:
     exit_code, _, errors = start("2", "1=bug").result()
     assert exit_code == 1

@@ -15,7 +15,7 @@ from pathlib import Path
 import typer
 
 from lmtools.cli import app, main
-from lmtools.errors import DataError
+from lmtools.errors import ConfigError, DataError
 from lmtools.parallel.launch import is_worker, process_group, run_workers
 
 
@@ -45,6 +45,8 @@ def fates(num_workers: int, fates_of_ranks: list[str], save_on_stop: bool = Fals
             atexit.register(os.abort)  # as threads of gloo do when they are unlucky
         case "error":
             raise DataError("wiki.test.bpe:7: not a number")
+        case "usage":
+            raise ConfigError("--mp 3: does not divide the heads")
         case "bug":
             raise ZeroDivisionError("the bug's own words")
         case "exit":
