@@ -35,6 +35,11 @@ def read(content: bytes) -> Any:
     return read_pickle(io.BytesIO(content))
 
 
+def number(value: int) -> bytes:
+    """The part of a pickle that makes a number."""
+    return pickle.dumps(value, 2)[2:-1]
+
+
 # Programs ------------------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +160,10 @@ def test_other_ways_to_call_are_refused(content, reason):
         b"}Na.",  # an item for a dict
         b"](NNu.",
         b"(\x00e.",
+        b"N(0t.",  # a mark above the stack
+        b"cfairseq." + b"a" * 400 + b"\nOptions\n.",  # a name that none has
+        b"}" + number(1 << 64) + b"Ns.",  # a key that can be made to collide
+        b"})Ns.",  # a key that can take for ever to hash
         b"NQ.",  # a reference, where there are none
     ],
 )
@@ -231,6 +240,11 @@ def test_sets_and_bytes_come_back(value, protocol):
     assert read(pickle.dumps(value, protocol)) == value
 
 
+def test_keys_of_64_bits():
+    numbers = {-(2**63): 1, 2**63 - 1: 2, 2**64 - 1: 3}
+    assert read(pickle.dumps(numbers, 2)) == numbers
+
+
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_what_is_shared_stays_shared_and_cycles_stay_cycles(protocol):
     shared = [1]
@@ -270,11 +284,18 @@ def test_a_configuration_of_omegaconf_becomes_plain():
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", ">f8", "i1", "i4", "i8", "u1", "u8", "?"])
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i1", "i4", "i8", "u1", "u8", "?"])
 def test_numpy_numbers_become_numbers(dtype, protocol):
     value = np.array([1], dtype)[0]
     ours = read(pickle.dumps({"loss": value}, protocol))["loss"]
     assert (ours, type(ours)) == (value.item(), type(value.item()))
+
+
+def test_numpy_numbers_of_a_big_endian_machine():
+    content = pickle.dumps(np.float64(1.5), 3)
+    little, big = np.array(1.5, "<f8").tobytes(), np.array(1.5, ">f8").tobytes()
+    assert content.count(b"<") == content.count(little) == 1
+    assert read(content.replace(b"<", b">").replace(little, big)) == 1.5
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -302,10 +323,6 @@ def doubled(depth: int, first: int) -> bytes:
     return b"]q%c" % first + b"".join(steps)
 
 
-def number(value: int) -> bytes:
-    return pickle.dumps(value, 2)[2:-1]
-
-
 TEXT = b"X\x40\x42\x0f\x00" + b"fairseq." * 125_000  # a million letters
 BOMBS = {
     "a place in the memo": b"\x80\x02Nr\xff\xff\xff\x7f.",
@@ -317,7 +334,7 @@ BOMBS = {
     "long NumPy numbers": b"\x80\x02cnumpy.core.multiarray\nscalar\nq\1cnumpy\ndtype\nX\2\0\0\0f8\x85Rq\2"
     + (b"c_codecs\nencode\n" + TEXT + b"\x85Rq\3")
     + (b"h\1h\2h\3\x86R0" * 20_000 + b"."),
-    "a key of tuples": b"\x80\x02})q\0" + b"h\0h\0\x86q\0" * 60 + b"Ns.",
+    "a key of tuples": b"\x80\x02})q\x000" + b"h\0h\0\x86q\x000" * 60 + b"h\0Ns.",
     "keys that collide": b"\x80\x02}(" + b"".join(number(i * (2**61 - 1)) + b"N" for i in range(30_000)) + b"u.",
 }
 DEEP = {
