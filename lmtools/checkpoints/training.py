@@ -31,6 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from lmtools.errors import CheckpointError, LmtoolsError
 from lmtools.files import atomic_write_text, fsync_directory
@@ -84,6 +85,21 @@ class _Reader(dcp.FileSystemReader):
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+class _Writer(dcp.FileSystemWriter):
+    """torch's writer, but that it says why it fails: torch.save tells of a full disk as an odd position."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None:
+                if isinstance(cause, OSError):
+                    raise OSError(cause.errno, cause.strerror) from None
+                cause = cause.__context__
+            raise
 
 
 def read_metadata(stream: IO[bytes]) -> Metadata:
@@ -142,7 +158,7 @@ class CheckpointWriter:
         self._on_first_rank(target, make_folder)
         future = dcp.async_save(
             dict(tensors),
-            storage_writer=dcp.FileSystemWriter(temporary, sync_files=True),
+            storage_writer=_Writer(temporary, sync_files=True),
             process_group=self._group,
             no_dist=self._group is None,
         )

@@ -247,7 +247,7 @@ def _state_from_fairseq(run: Run, data: RunData, mesh: Mesh, origin: Origin) -> 
                 _fill(values[key], moments.read, name)
     if training is not None:
         position = Position(training.epoch, training.num_batches)
-        if training.num_batches == len(data.batches(training.epoch)):  # where lmtools would say that the next one begins
+        if training.num_batches == len(data.batches(training.epoch)):  # lmtools says that the next one begins
             position = Position(training.epoch + 1)
         state.progress = _restored(Progress(training.num_updates, position=position), run.train)
     return state

@@ -77,7 +77,7 @@ def test_help_of_a_command_fits_80_columns(run, monkeypatch, command):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_says_what_it_does(command):
     parameters = typer.main.get_command(app).get_command(None, command).params
-    assert [parameter.name for parameter in parameters if not parameter.help] == []
+    assert [parameter.name for parameter in parameters if not (parameter.help or parameter.hidden)] == []
 
 
 def test_no_command_shows_the_help(run):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support.ranks import run_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -15,6 +14,7 @@ from lmtools.models.transformer_lm import TransformerLM, initialize_parameter
 from lmtools.parallel.mesh import make_mesh
 from lmtools.parallel.parallelize import local_slices, materialize, parallelize, seeded_values
 from lmtools.parallel.plans import TRANSFORMER_LM, TRANSFORMER_LM_SEQUENCE
+from tests.support.ranks import run_ranks
 
 VOCAB_SIZE = 37  # a prime: no number of ranks divides it
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -152,5 +151,3 @@ def whole_state(state: TrainState) -> dict[str, Tensor]:
 
 def start_near_the_end_of_the_epoch(state: TrainState, data: RunData, num_batches_left: int) -> None:
     state.progress.position = Position(1, len(data.batches(1)) - num_batches_left)
-
-
