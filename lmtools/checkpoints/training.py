@@ -26,6 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -120,6 +121,8 @@ def read_metadata(stream: IO[bytes]) -> Metadata:
     for name, entry in entries.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"its .metadata holds {name!r} as an object, expected tensors only")
+        if not isinstance(getattr(entry, "size", None), torch.Size):
+            raise CheckpointError(f"its .metadata is broken (no size of {name!r})")
     return metadata
 
 
