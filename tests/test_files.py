@@ -169,6 +169,18 @@ def test_a_killed_process_leaves_the_old_file(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"old"
 
 
+def test_the_content_is_on_the_disk_before_it_takes_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[tuple[int, bool]] = []
+
+    def fsync(descriptor: int) -> None:
+        flushed.append((os.fstat(descriptor).st_size, (tmp_path / "file").exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    atomic_write_text(tmp_path / "file", "x" * 1000)
+    assert flushed[0] == (1000, False)
+    assert flushed[1][1]  # then the folder, with the new name in it
+
+
 def test_two_writers_at_once_leave_one_whole_file(tmp_path: Path) -> None:
     def write(byte: bytes) -> None:
         for _ in range(20):

@@ -33,6 +33,7 @@ from lmtools.preprocess.lines import (
 
 # Line feeds, and everything else that some tool takes for the end of a line.
 texts = st.lists(st.sampled_from([b"\n", b"a", b"bc", b"\r", b"\r\n", "\u2028".encode(), "\u0085".encode(), b"\x0c"]))
+many_lines = st.lists(st.sampled_from([b"\n", b"a\n", b"abcdef", b"\r"]), min_size=10, max_size=40)
 
 
 def lines_of(content: bytes) -> list[bytes]:
@@ -63,7 +64,7 @@ def test_ranges_cover_the_file_in_whole_lines(file: Callable[[bytes], Path], con
     assert all(content[text.end - 1 : text.end] == b"\n" for text in ranges[:-1])
 
 
-@given(texts.map(b"".join), st.integers(1, 4))
+@given(st.one_of(texts, many_lines).map(b"".join), st.integers(1, 4))
 def test_ranges_of_equally_many_lines(file: Callable[[bytes], Path], content: bytes, lines_per_range: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lines_module, "_READ_BYTES", 5)
