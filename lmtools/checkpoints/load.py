@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from lmtools.checkpoints.fairseq import FairseqCheckpoint, open_fairseq
 from lmtools.checkpoints.training import is_training_checkpoint
@@ -73,7 +75,9 @@ def require_dictionary_fits(checkpoint: Checkpoint, num_types: int, where: str |
         )
 
 
-def load_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype) -> TransformerLM:
+def load_model(
+    checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype, *, progress: Callable[[int], None] = lambda num_bytes: None
+) -> TransformerLM:
     """Build the model and fill it from the checkpoint. Every rank of the mesh must call it.
 
     Any number of parts loads on any tensor-parallel size that divides the heads. Peak memory of a rank is its share of
@@ -83,6 +87,7 @@ def load_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype) -> Transf
         checkpoint: from `open_checkpoint`.
         mesh: where we are.
         dtype: what the parameters are converted to.
+        progress: called with the number of bytes that were just checked or read.
 
     Returns:
         The model in eval mode, on `mesh.device`, without gradients.
@@ -94,9 +99,16 @@ def load_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype) -> Transf
     require_divisible(checkpoint, mesh.tp_size)
     for part in range(mesh.rank, checkpoint.num_parts, mesh.world_size):
         checkpoint.verify_part(part)
+        progress(checkpoint.paths[part].stat().st_size)
+
+    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
+        tensor = checkpoint.read(name, slices)
+        progress(tensor.nbytes)
+        return tensor
+
     with without_memory():
         model = TransformerLM(checkpoint.config)
     if mesh.tp_mesh is not None:
         parallelize(model, TRANSFORMER_LM, mesh.tp_mesh)
-    materialize(model, checkpoint.read, device=mesh.device, dtype=dtype)
+    materialize(model, read, device=mesh.device, dtype=dtype)
     return model.requires_grad_(False).eval()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmtools.cli.options import JsonOption, print_json, progress_bar, say
+from lmtools.cli.options import Advance, JsonOption, print_json, progress_bar, say
 from lmtools.errors import ConfigError
 from lmtools.files import STDIO
 
 if TYPE_CHECKING:
     from lmtools.evaluate.run import ScoredSplit
     from lmtools.evaluate.splits import EvalSplit
+    from lmtools.parallel.mesh import Mesh
 
 
 class BreakMode(str, Enum):
@@ -164,11 +165,11 @@ def evaluate(
     with open_mesh(dp=dp, tp=mp, device=device.value if device else None) as mesh:
         if mesh.rank == 0 and mesh.device.type == "cpu" and dtype is DType.float16:
             say("eval: float16 products are hundreds of times slower than float32 on a CPU; consider --dtype bfloat16")
-        model = load_model(checkpoint, mesh, getattr(torch, dtype.value))
-        hashes = checkpoint_hashes(checkpoint.paths, mesh)
+        with _bar(mesh, "load model", None, "bytes") as advance:
+            model = load_model(checkpoint, mesh, getattr(torch, dtype.value), progress=advance)
+            hashes = checkpoint_hashes(checkpoint.paths, mesh, progress=advance)
         for split, bounds in zip(splits, batches, strict=True):
-            bar = progress_bar(f"eval {split.name}", total=split.tokens_to_score, unit="tokens")
-            with bar if mesh.rank == 0 else nullcontext(lambda num_tokens: None) as advance:
+            with _bar(mesh, f"eval {split.name}", split.tokens_to_score, "tokens") as advance:
                 scored.append(
                     score_split(
                         model,
@@ -244,6 +245,11 @@ def _require_sensible_options(
             raise ConfigError(f"{option} -: expected a file's name; --json prints the result on standard output")
         if target is not None and (target.is_dir() or not target.absolute().parent.is_dir()):
             raise ConfigError(f"{option} {target}: expected a file's name in a folder that exists")
+
+
+def _bar(mesh: Mesh, description: str, total: int | None, unit: str) -> AbstractContextManager[Advance]:
+    """A progress bar of rank 0's, which speaks for all."""
+    return progress_bar(description, total=total, unit=unit) if mesh.rank == 0 else nullcontext(lambda count: None)
 
 
 def _journal_path(target: Path | None, subset: str) -> Path | None:

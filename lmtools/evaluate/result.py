@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +113,18 @@ def data_hashes(split: EvalSplit) -> dict[str, str]:
     return {path.name: sha256_file(path) for path in files}
 
 
-def checkpoint_hashes(paths: Sequence[Path], mesh: Mesh) -> dict[str, str]:
-    """The sha256 of each file of a checkpoint. Every rank of the mesh must call it: each hashes its share."""
-    own = {path.name: sha256_file(path) for path in paths[mesh.rank :: mesh.world_size]}
+def checkpoint_hashes(paths: Sequence[Path], mesh: Mesh, *, progress: Callable[[int], None]) -> dict[str, str]:
+    """The sha256 of each file of a checkpoint. Every rank of the mesh must call it: each hashes its share.
+
+    Args:
+        paths: the files.
+        mesh: where we are.
+        progress: called with the number of bytes that were just hashed.
+    """
+    own = {}
+    for path in paths[mesh.rank :: mesh.world_size]:
+        own[path.name] = sha256_file(path)
+        progress(path.stat().st_size)
     if mesh.world_size == 1:
         return own
     shares: list[dict[str, str]] = [{} for _ in range(mesh.world_size)]
