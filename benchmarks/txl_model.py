@@ -17,7 +17,7 @@ import argparse
 import json
 import os
 import platform
-import resource
+import re
 import statistics
 import subprocess
 import sys
@@ -90,6 +90,12 @@ def lmtools_model(options: dict[str, Any], weights: Path) -> tuple[nn.Module, St
     return model, step
 
 
+def peak_mib() -> float:
+    """This process's own; getrusage's maximum begins at what the process that started it held."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 1024
+
+
 def measure(which: str, job: str, threads: int, weights: Path) -> dict[str, Any]:
     """What one process does: one segment to warm up, then the timed ones."""
     torch.set_num_threads(threads)
@@ -120,7 +126,7 @@ def measure(which: str, job: str, threads: int, weights: Path) -> dict[str, Any]
     return {
         "model": num_tokens / sum(seconds[1:]),
         "with Adam": num_tokens / sum(update_seconds[1:]),
-        "peak MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak MiB": peak_mib(),
         "losses": losses,
     }
 
@@ -135,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--measure", nargs=3, metavar=("WHICH", "JOB", "WEIGHTS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -146,7 +153,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "weights.pt"
         save_weights(weights)
-        for job in JOBS:
+        for job in args.jobs:
             turns: dict[str, list[dict[str, Any]]] = {"transformers": [], "lmtools": []}
             for _ in range(args.turns):
                 for which, results in turns.items():
@@ -169,7 +176,8 @@ def main() -> None:
         f"""# Transformer-XL: lmtools against transformers {transformers.__version__}
 
 `python benchmarks/txl_model.py --turns {args.turns} --threads {args.threads}`, torch {torch.__version__}, \
-Python {platform.python_version()}, {args.threads} threads of {os.cpu_count()} cores ({platform.machine()}).
+Python {platform.python_version()}, {args.threads} threads of {os.cpu_count()} cores ({platform.machine()}),
+load average of the machine {os.getloadavg()[2]:.1f}.
 16 layers, d_model 410, 10 heads x 41, d_inner 2100, 267,744 types, float32; training with mem_len 150, evaluation with
 mem_len 640, clamp_len 400, same_length. Largest relative difference of a segment's loss: {difference:.1e}.
 
