@@ -27,6 +27,8 @@ SPELLINGS = {
 _TRANSLATED: Mapping[str, type] = {
     "cpu": bool,
     "ddp_backend": str,
+    "decoder_input_dim": int,
+    "decoder_output_dim": int,
     "disable_validation": bool,
     "distributed_world_size": int,
     "no_progress_bar": bool,
@@ -78,7 +80,7 @@ def translate(foreign: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """What fairseq's options say, in lmtools' terms.
 
     Args:
-        foreign: those of `FOREIGN` that were given, but `distributed_world_size`: see `replicas_of`.
+        foreign: those of `FOREIGN` that were given; for what depends on others see the functions below.
 
     Returns:
         Fields of `TrainConfig`, and for each option that changes nothing, why.
@@ -102,6 +104,19 @@ def translate(foreign: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             raise ConfigError(f"{_flag(name)}: start a run on several machines with torchrun, see docs/training.md")
     reasons = {name: reason for reason, options in _NEEDLESS.items() for name in options}
     return fields, [f"{_flag(name)}: ignored, {reasons[name]}" for name in foreign if name in reasons]
+
+
+def require_one_width(foreign: Mapping[str, Any], embed_dim: int) -> None:
+    """Refuse embeddings of another width than the model: they need projections, which lmtools does not have.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    for name in ("decoder_input_dim", "decoder_output_dim"):
+        if foreign.get(name, embed_dim) != embed_dim:
+            raise ConfigError(
+                f"{_flag(name)} {foreign[name]}: is supported only if it is --decoder-embed-dim {embed_dim}"
+            )
 
 
 def replicas_of(world_size: int, mp: int) -> int:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union
 
 import typer
 
-from lmtools.cli.fairseq_train import FOREIGN, SPELLINGS, replicas_of, translate
+from lmtools.cli.fairseq_train import FOREIGN, SPELLINGS, replicas_of, require_one_width, translate
 from lmtools.cli.options import say
 from lmtools.errors import ConfigError
 from lmtools.models.architectures import TransformerLMConfig
@@ -42,6 +42,7 @@ def train(config: Path | None, print_config: bool, foreign: dict[str, Any], flag
             raise ConfigError(
                 f"--distributed-world-size {world_size}: is not --mp {run.train.mp} x --dp {run.train.dp}"
             )
+    require_one_width(foreign, run.model["decoder_embed_dim"])
     if print_config:
         typer.echo(to_toml(run), nl=False)
         return
@@ -88,10 +89,10 @@ def _train(run: Run, ignored: list[str]) -> None:
     from lmtools.train.start import start_state
 
     with stop_signals() as stop, open_mesh(dp=config.dp, tp=config.mp, device=config.device) as mesh:
-        state, origin = start_state(run, data, mesh)
-        report = Reporter(run, mesh, state.model.config.vocab_size)
-        num_parameters = sum(parameter.numel() for parameter in state.parameters.values())
+        report = Reporter(run, mesh, len(data.dictionary))
         try:
+            state, origin = start_state(run, data, mesh)
+            num_parameters = sum(parameter.numel() for parameter in state.parameters.values())
             report.begin(state.progress, origin, num_parameters, parameter_dtype(config))
             if mesh.rank == 0:
                 atomic_write_text(Path(config.save_dir) / "config.toml", to_toml(run))

@@ -138,6 +138,7 @@ COMMANDS = {
         --memory-efficient-fp16 --fp16 --lr [0.1] --update-freq [2] --optimizer adafactor
         --adafactor-eps "(1e-30, 1e-3)"
         --clip-threshold 2 --decay-rate -0.7 --beta1 0.9 --scale-parameter --dataset-impl mmap --cpu
+        --decoder-input-dim 768 --decoder-output-dim 768
         --disable-validation --tensorboard-logdir logs --finetune-from-model other --reset-dataloader""",
         {
             "batch_size": 4,
@@ -223,6 +224,7 @@ def test_a_world_is_dealt_out_to_the_files_models_too(monkeypatch, capsys, tmp_p
         ("--distributed-rank 1", "start a run on several machines with torchrun"),
         ("--lr 0.1,0.05", "--lr: one for each epoch is not supported, found 2; give one"),
         ("--lr fast", "--lr fast: expected <float>"),
+        ("--decoder-output-dim 256", "--decoder-output-dim 256: is supported only if it is --decoder-embed-dim 512"),
         ("--update-freq 2,1", "--update-freq: one for each epoch is not supported"),
         ("--adam-betas 0.9", "--adam-betas: "),
         ("--adam-betas __import__('os')", "expected <float,float>"),
