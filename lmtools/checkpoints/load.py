@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -16,7 +17,7 @@ from lmtools.errors import CheckpointError, ConfigError
 from lmtools.models.transformer_lm import TransformerLM
 from lmtools.parallel.mesh import Mesh
 from lmtools.parallel.parallelize import materialize, parallelize, without_memory
-from lmtools.parallel.plans import TRANSFORMER_LM
+from lmtools.parallel.plans import TRANSFORMER_LM, shard_bounds
 
 Checkpoint: TypeAlias = FairseqCheckpoint | TrainingCheckpoint
 """What all checkpoints have: `paths`, `config`, `num_parts`, `identity`, `read`, `verify_part`."""
@@ -40,17 +41,24 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def require_divisible(checkpoint: Checkpoint, tp_size: int) -> None:
-    """Refuse a tensor-parallel size that would cut through a head.
+    """Refuse a tensor-parallel size that torch cannot split the model over.
+
+    Vocabularies may be cut unevenly, heads and feed-forward layers may not, and no rank may be without any of them.
 
     Raises:
         ConfigError: names the sizes that work.
     """
-    num_heads = checkpoint.config.decoder_attention_heads
-    if num_heads % tp_size:
-        sizes = ", ".join(str(size) for size in range(1, num_heads + 1) if num_heads % size == 0)
+    num_heads, num_units = checkpoint.config.decoder_attention_heads, checkpoint.config.decoder_ffn_embed_dim
+    if num_heads % tp_size or num_units % tp_size:
+        both = math.gcd(num_heads, num_units)
+        sizes = ", ".join(str(size) for size in range(1, both + 1) if both % size == 0)
         raise ConfigError(
-            f"--mp {tp_size}: does not divide the model's {num_heads} attention heads; use one of {sizes}"
+            f"--mp {tp_size}: does not divide the model's {num_heads} attention heads and {num_units} feed-forward "
+            f"units; use one of {sizes}"
         )
+    vocab_size = checkpoint.config.vocab_size
+    if shard_bounds(vocab_size, tp_size, tp_size - 1)[0] == vocab_size:
+        raise ConfigError(f"--mp {tp_size}: leaves a rank without any of the vocabulary of {vocab_size}; use fewer")
 
 
 def require_dictionary_fits(checkpoint: Checkpoint, num_types: int, where: str | Path) -> None:
@@ -94,7 +102,7 @@ def load_model(
 
     Raises:
         CheckpointError: parts that contradict each other. The parts are divided among the ranks to be compared.
-        ConfigError: the tp size does not divide the heads.
+        ConfigError: the tp size does not divide the heads or the feed-forward units.
     """
     require_divisible(checkpoint, mesh.tp_size)
     for part in range(mesh.rank, checkpoint.num_parts, mesh.world_size):

@@ -38,8 +38,23 @@ def test_the_sizes_that_work_are_named(golden: Path) -> None:
     checkpoint = open_checkpoint(golden / "mp4")
     for tp_size in (1, 2, 4):
         require_divisible(checkpoint, tp_size)
-    with pytest.raises(ConfigError, match=r"--mp 3: does not divide the model's 4 attention heads; use one of 1, 2, 4"):
+    with pytest.raises(ConfigError, match=r"--mp 3: does not divide the model's 4 attention heads .* one of 1, 2, 4$"):
         require_divisible(checkpoint, 3)
+
+
+def test_ranks_of_unequal_feed_forward_layers_are_refused(golden: Path) -> None:
+    checkpoint = open_checkpoint(golden / "mp4")
+    checkpoint = replace(checkpoint, config=replace(checkpoint.config, decoder_ffn_embed_dim=66))
+    require_divisible(checkpoint, 2)
+    with pytest.raises(ConfigError, match=r"--mp 4: .* 4 attention heads and 66 feed-forward units; use one of 1, 2$"):
+        require_divisible(checkpoint, 4)
+
+
+def test_a_rank_without_any_of_the_vocabulary_is_refused(golden: Path) -> None:
+    checkpoint = open_checkpoint(golden / "mp4")
+    require_divisible(with_shape(checkpoint, 10, 4), 4)  # 3, 3, 3 and 1
+    with pytest.raises(ConfigError, match=r"--mp 4: leaves a rank without any of the vocabulary of 9; use fewer"):
+        require_divisible(with_shape(checkpoint, 9, 4), 4)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +102,9 @@ def pieces_of(path: Path, tp: int, dtype: torch.dtype) -> dict[str, torch.Tensor
 
 
 def test_uneven_shares_of_an_untied_model_are_the_whole(tmp_path) -> None:
-    """Neither the vocabulary nor the feed-forward's width is a multiple of the ranks."""
+    """A vocabulary that is no multiple of the ranks."""
     config = transformer_lm(
-        37, decoder_layers=1, decoder_embed_dim=12, decoder_ffn_embed_dim=10, decoder_attention_heads=6
+        37, decoder_layers=1, decoder_embed_dim=12, decoder_ffn_embed_dim=9, decoder_attention_heads=6
     )
     with without_memory():
         model = TransformerLM(config)

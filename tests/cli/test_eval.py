@@ -252,7 +252,7 @@ OPTIONS = {
         ["--tokens-per-sample", 8, "--context-window", 8],
         "--context-window 8: expected 0 to 7",
     ),
-    "heads": (["--mp", 3], "--mp 3: does not divide the model's 4 attention heads; use one of 1, 2, 4"),
+    "heads": (["--mp", 3], "--mp 3: does not divide the model's 4 attention heads and 64 feed-forward"),
     "<s> in a context": (["--add-bos-token", "--context-window", 8], "--add-bos-token with --context-window"),
     "few tokens": (["--max-tokens", 31], "--max-tokens 31: the longest window alone has 32 tokens"),
     "few tokens for <s>": (
