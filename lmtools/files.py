@@ -81,7 +81,7 @@ def _open_by_suffix(path: str | Path) -> IO[bytes]:
         case ".xz":
             return _decompressed(path, lzma.open(path, "rb"))
         case ".zst":
-            return _decompressed(path, _ZstandardReader(path))
+            return _decompressed(path, _ZstandardReader(open(path, "rb")))  # noqa: SIM115 - closed by close()
         case _:
             return open(path, "rb")
 
@@ -126,13 +126,13 @@ class _CheckedReader(io.RawIOBase):
 class _ZstandardReader(io.RawIOBase):
     """Reads every frame of a .zst file and, unlike zstandard's own reader, refuses a frame that is cut short."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, compressed: BinaryIO) -> None:
         import zstandard
 
         self._decompressor = zstandard.ZstdDecompressor()
         self._frame = self._decompressor.decompressobj()
         self._frame_started = False
-        self._file = open(path, "rb")  # noqa: SIM115 - closed by close()
+        self._file = compressed
         self._compressed = b""
         self._plain = memoryview(b"")
         self._error = zstandard.ZstdError
