@@ -81,7 +81,7 @@ def _open_by_suffix(path: str | Path) -> IO[bytes]:
         case ".xz":
             return _decompressed(path, lzma.open(path, "rb"))
         case ".zst":
-            return _decompressed(path, _ZstandardReader(open(path, "rb")))  # noqa: SIM115 - closed by close()
+            return _decompressed(path, _ZstandardReader(open(path, "rb")))
         case _:
             return open(path, "rb")
 
