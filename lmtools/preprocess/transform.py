@@ -95,22 +95,22 @@ def transform(
     manifests = [read_manifest(source) for source in inputs]
     with ExitStack() as stack:
         scratch = stack.enter_context(scratch_folder(outputs[0]))
-        plain = [stack.enter_context(plain_file(source, scratch)) for source in inputs]
-        ranges: list[tuple[ByteRange, ...]] = []
-        if len(inputs) == 1:
-            ranges = [(text,) for text in cut_at_newlines(plain[0], piece_bytes, source=inputs[0])]
-            workers = min(workers, max(len(ranges), 1))  # starting a process takes longer than a piece
-        pool = executor or stack.enter_context(worker_pool(workers, preload=preload))
-        hashing = [pool.submit(_record, source, path) for source, path in zip(inputs, plain, strict=True)]
-        if len(inputs) > 1:
-            ranges = _cut_at_the_same_lines(inputs, plain, workers, pool)
-        pieces = [
-            Piece(texts, [scratch / f"{number}.{n}" for n in range(len(outputs))], outputs[0])
-            for number, texts in enumerate(ranges)
-        ]
-        results = []
         with ExitStack() as writing:
             streams = [writing.enter_context(atomic_write(output)) for output in outputs]
+            plain = [stack.enter_context(plain_file(source, scratch)) for source in inputs]
+            ranges: list[tuple[ByteRange, ...]] = []
+            if len(inputs) == 1:
+                ranges = [(text,) for text in cut_at_newlines(plain[0], piece_bytes, source=inputs[0])]
+                workers = min(workers, max(len(ranges), 1))  # starting a process takes longer than a piece
+            pool = executor or stack.enter_context(worker_pool(workers, preload=preload))
+            hashing = [pool.submit(_record, source, path) for source, path in zip(inputs, plain, strict=True)]
+            if len(inputs) > 1:
+                ranges = _cut_at_the_same_lines(inputs, plain, workers, pool)
+            pieces = [
+                Piece(texts, [scratch / f"{number}.{n}" for n in range(len(outputs))], outputs[0])
+                for number, texts in enumerate(ranges)
+            ]
+            results = []
             for piece, result in zip(pieces, run_ordered(task, pieces, workers=workers, executor=pool), strict=True):
                 for part, stream in zip(piece.parts, streams, strict=True):
                     join_parts([part], stream)
