@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lmtools.cli.fairseq_train import FOREIGN
 from lmtools.errors import ConfigError
 from lmtools.models.architectures import ARCHITECTURES, TransformerLMConfig
 from lmtools.train import config_toml
@@ -224,6 +225,15 @@ def test_python_3_10_reads_toml_with_tomli(monkeypatch, tmp_path):
 def test_every_field_says_what_it_is():
     for name, field in TRAIN_FIELDS.items():
         assert field.metadata["help"].endswith("."), name
+
+
+def test_every_option_is_in_the_documentation():
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    options = {f"--{name.replace('_', '-')}" for name in (*TRAIN_FIELDS, *MODEL_FIELDS, *FOREIGN)} - {"--data"}
+    assert {option for option in options if f"`{option}" not in page} == set()
+    assert {
+        name for name in ARCHITECTURES if f"`{name}`" not in page and f"`_{name.split('_', 3)[-1]}`" not in page
+    } == set()
 
 
 def test_defaults_are_finite():
