@@ -189,6 +189,11 @@ def tensor_of(num_elements: int, *, storage: bytes = b"torch\nFloatStorage\n", t
     return b"\x80\2ctorch._utils\n_rebuild_tensor_v2\n(" + persistent + b"K\0K\2\x85K\1\x85\x89NtR."
 
 
+def two_tensors(first: bytes, second: bytes) -> bytes:
+    """Of one storage, that each says is of another type."""
+    return b"\x80\2" + b"".join(tensor_of(2, storage=storage)[2:-1] for storage in (first, second)) + b"\x86."
+
+
 EIGHT_BYTES = struct.pack("<2f", 1.5, 2.5)
 
 
@@ -220,12 +225,22 @@ def test_the_smallest_files_are_read(tmp_path):
         (tensor_of(2, storage=b"os\nsystem\n"), {"0": EIGHT_BYTES}, "names 'os.system'"),
         (tensor_of(2, storage=b"argparse\nNamespace\n"), {"0": EIGHT_BYTES}, "a storage without type, key or size"),
         (tensor_of(2, tail=b"K\1"), {"0": EIGHT_BYTES}, "a view of a storage"),
+        (two_tensors(b"torch\nFloatStorage\n", b"torch\nIntStorage\n"), {"0": EIGHT_BYTES}, "another size or type"),
     ],
 )
 def test_storages_that_do_not_fit(tmp_path, content, storages, reason):
     as_list = [(key, len(values) // 4, values) for key, values in storages.items()]
     assert re.search(reason, refusal(write_zip(tmp_path / "zip.pt", content, storages)))
     assert re.search(reason, refusal(write_legacy(tmp_path / "legacy.pt", content, as_list)))
+
+
+def test_a_directory_that_promises_more_than_the_archive_has(tmp_path):
+    path = write_zip(tmp_path / "model.pt", tensor_of(2000), {"0": EIGHT_BYTES})
+    sizes, promised = struct.pack("<2I", 8, 8), struct.pack("<2I", 8000, 8000)
+    head, found, tail = path.read_bytes().rpartition(sizes)
+    assert found
+    path.write_bytes(head + promised + tail)
+    assert "archive/data/0 is cut short" in refusal(path)
 
 
 def test_lists_of_storages_that_do_not_fit(tmp_path):
