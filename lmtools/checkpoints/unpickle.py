@@ -29,8 +29,9 @@ from typing import IO, Any, Literal, cast
 
 import torch
 
-from lmtools.checkpoints.inert_pickle import ForeignRecord, read_pickle
+from lmtools.checkpoints.inert_pickle import read_pickle
 from lmtools.checkpoints.lazy_tensor import LazyTensor, Storage
+from lmtools.checkpoints.pickle_names import ForeignRecord
 from lmtools.errors import CheckpointError
 
 __all__ = ["ForeignRecord", "LazyTensor", "TorchFile", "plain", "read_torch_file"]

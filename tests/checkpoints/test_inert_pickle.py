@@ -25,7 +25,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmtools.checkpoints.inert_pickle import ForeignClass, ForeignRecord, read_pickle
+from lmtools.checkpoints.inert_pickle import read_pickle
+from lmtools.checkpoints.pickle_names import ForeignClass, ForeignRecord
 from lmtools.checkpoints.unpickle import plain, read_torch_file
 from lmtools.errors import CheckpointError
 from tests.support.torch_files import MAGIC, NO_STORAGES, PROTOCOL, SYSTEM, write_legacy, write_zip

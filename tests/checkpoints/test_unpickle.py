@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lmtools.checkpoints.inert_pickle import ForeignRecord
 from lmtools.checkpoints.lazy_tensor import LazyTensor
+from lmtools.checkpoints.pickle_names import ForeignRecord
 from lmtools.checkpoints.unpickle import plain, read_torch_file
 from lmtools.errors import CheckpointError
 from tests.support.torch_files import MAGIC, PROTOCOL, SYSTEM, write_legacy, write_zip
