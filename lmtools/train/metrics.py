@@ -24,13 +24,8 @@ METRICS_NAME = "metrics.jsonl"
 class MetricsFile:
     """The file of a run that is going on. It is locked: no other run writes to the folder at the same time."""
 
-    def __init__(self, path: Path, num_updates: int, num_skipped: int) -> None:
-        """Open the file and cut it.
-
-        Args:
-            path: it need not exist.
-            num_updates: updates made so far; later ones are cut off.
-            num_skipped: updates skipped so far; likewise.
+    def __init__(self, path: Path) -> None:
+        """Open the file, which need not exist.
 
         Raises:
             LmtoolsError: it may not be written, or another run has it.
@@ -38,9 +33,17 @@ class MetricsFile:
         self._path = path
         with disk_errors(path):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            _lock(self._descriptor, path)
-            self._num_bytes = _bytes_until(path, num_updates + num_skipped) if num_updates else 0
-            os.ftruncate(self._descriptor, self._num_bytes)
+        _lock(self._descriptor, path)
+        self._num_bytes = os.fstat(self._descriptor).st_size
+
+    def cut(self, num_updates: int, num_skipped: int) -> None:
+        """Cut off what came after so many updates, made and skipped; after 0 it is all of another run.
+
+        Raises:
+            DataError: a line is no JSON object.
+        """
+        self._num_bytes = _bytes_until(self._path, num_updates + num_skipped) if num_updates else 0
+        os.ftruncate(self._descriptor, self._num_bytes)
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Add a line, the whole of it or nothing.
@@ -62,6 +65,17 @@ class MetricsFile:
     def close(self) -> None:
         """Close it and let others have it."""
         os.close(self._descriptor)
+
+
+def open_metrics(folder: Path) -> MetricsFile:
+    """A run's metrics.jsonl, in a folder that is made if it is not there.
+
+    Raises:
+        LmtoolsError: the folder may not be written, or another run is writing to it.
+    """
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return MetricsFile(folder / METRICS_NAME)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -100,6 +114,7 @@ def _lock(descriptor: int, path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
+        os.close(descriptor)
         raise LmtoolsError(f"{path}: another run is writing to this folder; choose another --save-dir") from error
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):  # some network file systems have no locks

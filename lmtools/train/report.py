@@ -15,11 +15,10 @@ import torch
 
 from lmtools.errors import LmtoolsError
 from lmtools.evaluate.perplexity import nats_to_bits
-from lmtools.files import disk_errors
 from lmtools.models.architectures import training_flops_per_token
 from lmtools.parallel.mesh import Mesh
 from lmtools.train.config import Run
-from lmtools.train.metrics import METRICS_NAME, MetricsFile
+from lmtools.train.metrics import open_metrics
 from lmtools.train.validation import Validation
 
 if TYPE_CHECKING:
@@ -33,6 +32,11 @@ class Reporter:
     """Shows and records a run; on ranks other than 0 every call does nothing."""
 
     def __init__(self, run: Run, mesh: Mesh, vocab_size: int) -> None:
+        """Take possession of the run's folder.
+
+        Raises:
+            LmtoolsError: the folder may not be written, or another run is writing to it.
+        """
         self._config = run.train
         self._speaks = mesh.rank == 0
         self._device = mesh.device
@@ -41,7 +45,7 @@ class Reporter:
         )
         self._world_size = mesh.world_size
         self._peak_flops = 0.0
-        self._metrics: MetricsFile | None = None
+        self._metrics = open_metrics(Path(run.train.save_dir)) if self._speaks else None
         self._tensorboard: SummaryWriter | None = None
         self._line: Any = None
         self._since = time.monotonic()
@@ -49,18 +53,11 @@ class Reporter:
         self._is_warned = False
 
     def begin(self, progress: Progress, origin: str, num_parameters: int, dtype: torch.dtype) -> None:
-        """Open the outputs and say where the run starts from.
-
-        Raises:
-            LmtoolsError: the folder may not be written, or another run is writing to it.
-        """
-        if not self._speaks:
+        """Say where the run starts from, and cut off what an earlier one has recorded from there on."""
+        if self._metrics is None:
             return
         config = self._config
-        folder = Path(config.save_dir)
-        with disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = MetricsFile(folder / METRICS_NAME, progress.num_updates, progress.num_skipped)
+        self._metrics.cut(progress.num_updates, progress.num_skipped)
         self._peak_flops = matmul_flops_per_second(self._device, dtype) * self._world_size
         if config.tensorboard_logdir is not None:
             self._tensorboard = _open_tensorboard(config.tensorboard_logdir, progress.num_updates)

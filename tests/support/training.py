@@ -120,10 +120,10 @@ def train_a_leg(flags: dict[str, Any], stop: StopSignal | None = None) -> Leg:
     run = tiny_run(**flags)
     mesh = cpu_mesh(run)
     data = open_data(run.train)
-    state, origin = start_state(run, data, mesh)
-    report = Reporter(run, mesh, state.model.config.vocab_size)
-    report.begin(state.progress, origin, 0, parameter_dtype(run.train))
+    report = Reporter(run, mesh, len(data.dictionary))
     try:
+        state, origin = start_state(run, data, mesh)
+        report.begin(state.progress, origin, 0, parameter_dtype(run.train))
         received = train(run, data, state, mesh, report, stop or StopSignal())
     finally:
         report.close()
