@@ -108,7 +108,7 @@ def _command() -> Callable[..., None]:
 
     def command(ctx: typer.Context, **values: Any) -> None:
         config, print_config = values.pop("config"), values.pop("print_config")
-        given = {name: _parsed(name, value) for name, value in values.items() if value not in (None, ())}
+        given = {name: _parsed(name, value) for name, value in values.items() if value is not None}
         foreign = {name: given.pop(name) for name in FOREIGN if name in given}
         train(config, print_config, {name: value for name, value in foreign.items() if value is not False}, given)
 

@@ -199,6 +199,7 @@ def test_printed_configuration_is_the_run_again(monkeypatch, capsys, tmp_path):
         ("--ddp-backend fully_sharded --zero 2", {"zero": 2}),
         ("--no-progress-bar --log-format json", {"log_format": "json"}),
         ("--cpu --device cuda", {"device": "cuda"}),
+        ("--arch transformer_lm_gpt --dropout 0 --lr 0", {"dropout": 0.0, "lr": 0.0}),
     ],
 )
 def test_what_lmtools_calls_otherwise_is_translated(monkeypatch, capsys, options, expected):

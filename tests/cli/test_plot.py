@@ -119,6 +119,16 @@ def test_smoothing_and_scales_are_options(monkeypatch, capsys, run):
     assert re.search(r"\b1,000\b.*\b10k\b.*\b100k\b.*tokens$", rows[-3])
 
 
+@pytest.mark.usefixtures("in_80_columns")
+def test_perplexity_has_a_logarithmic_axis_unless_told_otherwise(monkeypatch, capsys, run):
+    drawn = []
+    for options in ([], ["--log-y"], ["--no-log-y"]):
+        assert plot(monkeypatch, run, "--y", "ppl", *options) == 0
+        drawn.append(capsys.readouterr().out)
+    assert drawn[0] == drawn[1]
+    assert drawn[0] != drawn[2]
+
+
 def test_json_is_where_each_run_stands(monkeypatch, capsys, run, other):
     assert plot(monkeypatch, run, other, "--json") == 0
     first, second = json.loads(capsys.readouterr().out)["runs"]
@@ -148,6 +158,13 @@ def test_an_svg_says_what_is_what(monkeypatch, tmp_path, run, other):
     assert {"tokens", "loss, bits per token", "100k"} <= set(texts)
     assert "one: train, mean of 3 updates" in texts
     assert {"one: best valid, 6.25 at update 200", "two: best valid, 7 at update 3"} <= set(texts)
+
+
+def test_an_svg_in_hours(monkeypatch, tmp_path, run):
+    assert plot(monkeypatch, run, "-o", tmp_path / "curves.svg", "--x", "seconds") == 0
+    texts = re.findall(r"<!-- (.*) -->", (tmp_path / "curves.svg").read_text())
+    assert {"hours", "1", "5"} <= set(texts), "300 updates of a minute"
+    assert not any(text.endswith("k") for text in texts)
 
 
 def test_a_pdf(monkeypatch, tmp_path, run):
