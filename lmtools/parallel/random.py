@@ -44,8 +44,10 @@ def split_dropout(model: nn.Module, patterns: ModulePatterns, *, tp_rank: int, d
     for name, module in model.named_modules():
         if matches_any(name, patterns):
             stream = _OwnStream(tp_rank, _default_generator(device))
-            module.register_forward_pre_hook(stream.enter)
-            module.register_forward_hook(stream.leave, always_call=True)
+            # torch.compile cannot trace a generator: told so, it compiles what lies between without a warning.
+            enter, leave = map(torch.compiler.disable, (stream.enter, stream.leave))
+            module.register_forward_pre_hook(enter)
+            module.register_forward_hook(leave, always_call=True)
 
 
 class _OwnStream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -145,3 +146,18 @@ def test_any_mesh_trains_as_one_rank(mp: int, dp: int, variant: int):
     for rank in on_mesh(mp, dp):
         for found, reference in zip(rank[variant], expected, strict=True):
             assert_same(found, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [{}, {"mp": 2, "checkpoint_activations": True}, {"dp": 2, "zero": 3}], ids=str)
+def test_compiled_blocks_train_as_they_are(flags: Flags):
+    ranks = flags.get("mp", 1) * flags.get("dp", 1)
+    flags = flags | {"compile": True, "update_freq": 4 // flags.get("dp", 1)}
+    for outcome in run_ranks(ranks, train_compiled, flags, timeout_seconds=280):
+        assert_same(outcome, on_one_rank(tied=True)[0])
+
+
+def train_compiled(flags: Flags) -> Outcome:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler has many of its own
+        return train_over_the_epochs_edge(1, flags)
