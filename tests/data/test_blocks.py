@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lmtools.data.blocks import add_context, cut_blocks, eval_windows, require_whole_sentences, window_input
 from lmtools.errors import ConfigError, DataError
+from tests.support.arrays import read_npz
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=30).map(lambda sizes: np.array(sizes, dtype=np.int32))
 MODES = st.sampled_from(["none", "complete", "eos"])
@@ -97,7 +98,7 @@ def test_a_split_without_end_of_sentence_is_refused_with_the_first_sentence_that
 @pytest.mark.parametrize(("case", "context_window"), [("noctx", 0), ("ctx24", 24)])
 def test_windows_are_fairseqs(golden: Path, case, context_window):
     """The golden evaluations record each example: its block's id, context length and length."""
-    recorded = np.load(golden / "plain" / "eval" / f"{case}.npz")
+    recorded = read_npz(golden / "plain" / "eval" / f"{case}.npz")
     num_tokens = int(recorded["len"].sum())
     windows = eval_windows(
         np.array([num_tokens]), tokens_per_sample=32, context_window=context_window, break_mode="none"

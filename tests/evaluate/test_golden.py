@@ -26,6 +26,7 @@ from lmtools.evaluate.run import score_split
 from lmtools.evaluate.scoring import Scores
 from lmtools.evaluate.splits import open_split
 from lmtools.parallel.mesh import make_mesh
+from tests.support.arrays import read_npz
 from tests.support.ranks import run_ranks
 
 
@@ -96,7 +97,7 @@ def score_all(
 
 def fairseqs_scores(evaluation: Path, *, add_bos_token: bool) -> npt.NDArray[np.float32]:
     """fairseq's log-probabilities in stream order; it scores blocks in another one."""
-    recorded = np.load(evaluation.with_suffix(".npz"))
+    recorded = read_npz(evaluation.with_suffix(".npz"))
     ends = np.cumsum(recorded["len"])
     # With --add-bos-token fairseq also scores the <s> itself, then leaves it out of the loss.
     starts = ends - recorded["len"] + int(add_bos_token)

@@ -18,6 +18,7 @@ from lmtools.checkpoints.transformer_xl_names import config_from_settings, param
 from lmtools.checkpoints.unpickle import plain, read_torch_file
 from lmtools.data.indexed import IndexedDataset
 from lmtools.models.transformer_xl import TransformerXL, zero_memories
+from tests.support.arrays import read_npz
 
 
 def load(path: Path, **overrides: Any) -> TransformerXL:
@@ -57,7 +58,7 @@ def score(model: TransformerXL, batches: list[Tensor], *, keep_projections: bool
 
 
 def assert_equal_to_fairseq(nll: list[Tensor], batches: list[Tensor], evaluation: Path) -> None:
-    recorded = np.load(evaluation.with_suffix(".npz"))
+    recorded = read_npz(evaluation.with_suffix(".npz"))
     targets = torch.cat([tokens[:, 1:].flatten() for tokens in batches])
     np.testing.assert_array_equal(targets, recorded["tokens"])
     scores = -torch.cat([block.flatten() for block in nll])

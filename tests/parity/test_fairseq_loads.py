@@ -12,6 +12,7 @@ import torch
 from lmtools.checkpoints.fairseq_write import write_fairseq_parts
 from lmtools.models.architectures import transformer_lm, transformer_lm_megatron
 from lmtools.models.transformer_lm import TransformerLM
+from tests.support.arrays import read_npz
 
 SMALL = {"decoder_layers": 2, "decoder_embed_dim": 32, "decoder_ffn_embed_dim": 64, "decoder_attention_heads": 4}
 MODELS = {
@@ -60,6 +61,6 @@ def test_fairseq_computes_the_same_logits(fairseq_python: str, golden: Path, tmp
     command = [fairseq_python, "-c", LOAD_AND_RUN, str(golden / "bin"), str(tmp_path / "logits.npz"), *map(str, paths)]
     ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr
-    logits = np.load(tmp_path / "logits.npz")
+    logits = read_npz(tmp_path / "logits.npz")
     for name, found, wanted in zip(MODELS, logits.values(), expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5, err_msg=name)

@@ -103,8 +103,9 @@ def test_a_run_that_has_ended_is_not_trained_on(tmp_path: Path):
 
 
 def in_float64(flags: dict[str, Any], save_dir: Path, end: int) -> Leg:
-    start.parameter_dtype = lambda config: torch.float64  # type: ignore[assignment]
-    return legs(flags, save_dir, [end])[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "parameter_dtype", lambda config: torch.float64)
+        return legs(flags, save_dir, [end])[0]
 
 
 def test_each_leg_on_another_mesh(tmp_path: Path):
