@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmtools.cli.options import Advance, JsonOption, print_json, progress_bar, say
+from lmtools.cli.options import Advance, Device, DType, JsonOption, print_json, progress_bar, say
 from lmtools.errors import ConfigError
 from lmtools.files import STDIO
 
@@ -28,21 +28,6 @@ class BreakMode(str, Enum):
     none = "none"
     complete = "complete"
     eos = "eos"
-
-
-class DType(str, Enum):
-    """What the model computes in."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Device(str, Enum):
-    """Where the model computes."""
-
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 def evaluate(

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,22 @@ SkipUnchangedOption = Annotated[
     bool,
     typer.Option("--skip-unchanged", help="Do nothing if the same inputs and options made what is already there."),
 ]
+
+
+class DType(str, Enum):
+    """What the model computes in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Device(str, Enum):
+    """Where the model computes."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
 
 Advance = Callable[[int], None]
 """Called with the number of units (bytes, tokens) that were just finished."""

@@ -10,6 +10,9 @@ Parameter names are fairseq's without the leading `decoder.`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +20,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lmtools.models.architectures import ActivationName, TransformerLMConfig
+from lmtools.models.cache import KeyValueCache
 
 PAD_INDEX = 1
 """fairseq's `<pad>`. Positions are counted from PAD_INDEX + 1, so the first token of a window has position 2."""
+
+Extend: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""One layer's part of a cache: keys and values of new tokens in; those of all tokens, and who may look where, out."""
 
 
 def sinusoidal_positions(num_positions: int, embed_dim: int) -> Tensor:
@@ -34,11 +41,14 @@ def sinusoidal_positions(num_positions: int, embed_dim: int) -> Tensor:
     Returns:
         float32 `(num_positions, embed_dim)`; row t is position PAD_INDEX + 1 + t.
     """
+    return _sinusoids(torch.arange(PAD_INDEX + 1, PAD_INDEX + 1 + num_positions), embed_dim)
+
+
+def _sinusoids(positions: Tensor, embed_dim: int) -> Tensor:
     half = embed_dim // 2
-    frequencies = torch.exp(torch.arange(half, dtype=torch.float32) * -(math.log(10000) / max(half - 1, 1)))
-    positions = torch.arange(PAD_INDEX + 1, PAD_INDEX + 1 + num_positions, dtype=torch.float32)
-    angles = positions[:, None] * frequencies[None, :]
-    return F.pad(torch.cat([angles.sin(), angles.cos()], dim=1), (0, embed_dim % 2))
+    exponents = torch.arange(half, dtype=torch.float32, device=positions.device) * -(math.log(10000) / max(half - 1, 1))
+    angles = positions[..., None].float() * torch.exp(exponents)
+    return F.pad(torch.cat([angles.sin(), angles.cos()], dim=-1), (0, embed_dim % 2))
 
 
 class SelfAttention(nn.Module):
@@ -54,12 +64,13 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(embed_dim, embed_dim)
         self.out_proj = nn.Linear(embed_dim, embed_dim)
 
-    def forward(self, x: Tensor, query_start: int = 0) -> Tensor:
+    def forward(self, x: Tensor, query_start: int = 0, extend: Extend | None = None) -> Tensor:
         """Attend from positions `query_start` on to all positions up to each.
 
         Args:
             x: `(B, T, E)`.
             query_start: position of the first query; what comes before is only attended to.
+            extend: adds what was read earlier; then all of `x` is queried.
 
         Returns:
             `(B, T - query_start, E)`.
@@ -73,13 +84,16 @@ class SelfAttention(nn.Module):
                 (self.v_proj, x),
             )
         )
+        mask = _causal_mask(x.shape[1], query_start, x.device) if query_start else None
+        if extend is not None:
+            k, v, mask = extend(k, v)
         attended = F.scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=_causal_mask(x.shape[1], query_start, x.device) if query_start else None,
+            attn_mask=mask,
             dropout_p=self.attention_dropout if self.training else 0.0,
-            is_causal=not query_start,
+            is_causal=mask is None,
         )
         output: Tensor = self.out_proj(attended.transpose(1, 2).flatten(2))
         return output
@@ -106,10 +120,10 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.activation_dropout = nn.Dropout(config.activation_dropout)
 
-    def forward(self, x: Tensor, query_start: int = 0) -> Tensor:
+    def forward(self, x: Tensor, query_start: int = 0, extend: Extend | None = None) -> Tensor:
         """`(B, T, E)` to `(B, T - query_start, E)`: the outputs from position `query_start` on."""
         normed = self.self_attn_layer_norm(x) if self.normalize_before else x
-        x = x[:, query_start:] + self.dropout(self.self_attn(normed, query_start=query_start))
+        x = x[:, query_start:] + self.dropout(self.self_attn(normed, query_start=query_start, extend=extend))
         if not self.normalize_before:
             x = self.self_attn_layer_norm(x)
 
@@ -169,7 +183,7 @@ class TransformerLM(nn.Module):
         if self.config.share_decoder_input_output_embed:
             self.output_projection.weight = self.embed_tokens.weight
 
-    def features(self, tokens: Tensor, score_from: int = 0) -> Tensor:
+    def features(self, tokens: Tensor, score_from: int = 0, cache: KeyValueCache | None = None) -> Tensor:
         """Everything but the output projection.
 
         Rows of unequal length are padded on the right: attention is causal, so the padding changes nothing before it.
@@ -178,6 +192,8 @@ class TransformerLM(nn.Module):
             tokens: int64 `(B, T)`.
             score_from: only outputs from this position on are needed. The last block then computes queries and
                 feed-forward for these alone.
+            cache: what was read before; `tokens` come after it and are added to it. The caller then says how many of
+                each row were no padding (`advance`). Not together with `score_from`.
 
         Returns:
             `(B, T - score_from, E)`.
@@ -185,9 +201,10 @@ class TransformerLM(nn.Module):
         x: Tensor = self.embed_tokens(tokens)
         if self.embed_scale != 1.0:
             x = x * self.embed_scale
-        positions = self._positions(tokens.shape[1], x)
-        if positions is not None:
-            x = x + positions
+        positions = torch.arange(tokens.shape[1], device=x.device) if cache is None else cache.begin(tokens.shape[1])
+        of_positions = self._embed_positions(positions, x)
+        if of_positions is not None:
+            x = x + of_positions
         if self.layernorm_embedding is not None:
             x = self.layernorm_embedding(x)
         x = self.dropout(x)
@@ -197,7 +214,8 @@ class TransformerLM(nn.Module):
             if self.checkpoint_activations and self.training:
                 x = checkpoint(layer, x, query_start=query_start, use_reentrant=False)
             else:
-                x = layer(x, query_start=query_start)
+                extend = None if cache is None else partial(cache.extend, index)
+                x = layer(x, query_start=query_start, extend=extend)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
         return x
@@ -215,15 +233,15 @@ class TransformerLM(nn.Module):
         logits: Tensor = self.output_projection(self.features(tokens, score_from))
         return logits
 
-    def _positions(self, num_positions: int, like: Tensor) -> Tensor | None:
-        """`(T, E)` to be added to the embeddings, or None for a model without positions."""
+    def _embed_positions(self, positions: Tensor, like: Tensor) -> Tensor | None:
+        """`(..., E)` to be added to the embeddings at `positions`, counted from 0; None for a model without any."""
         if self.config.no_token_positional_embeddings:
             return None
+        positions = positions + PAD_INDEX + 1
         if self.embed_positions is not None:
-            positions = torch.arange(PAD_INDEX + 1, PAD_INDEX + 1 + num_positions, device=like.device)
             learned: Tensor = self.embed_positions(positions)
             return learned
-        return sinusoidal_positions(num_positions, self.config.decoder_embed_dim).to(like.device, like.dtype)
+        return _sinusoids(positions, self.config.decoder_embed_dim).to(like.dtype)
 
 
 def initialize_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> None:

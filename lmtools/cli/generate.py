@@ -1,0 +1,258 @@
+"""`lmtools generate`: a checkpoint and prompts in, continuations out."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lmtools.cli.options import Device, DType, progress_bar, say
+from lmtools.errors import ConfigError, DataError
+from lmtools.files import STDIO, open_binary
+
+if TYPE_CHECKING:
+    from lmtools.checkpoints.load import Checkpoint
+    from lmtools.generate.decode import Continuation
+    from lmtools.preprocess.codec import Codec
+
+
+class Bpe(str, Enum):
+    """How text becomes the dictionary's words."""
+
+    gpt2 = "gpt2"
+    none = "none"
+
+
+def generate(
+    path: Annotated[Path, typer.Option("--path", help="Checkpoint: a folder, a file, one part or the parts' stem.")],
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be given several times.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="File with a prompt a line; - is standard input.")] = None,
+    dictionary: Annotated[
+        Path | None,
+        typer.Option("--dict", help="dict.txt or its folder; beside the checkpoint or in a run's data if not given."),
+    ] = None,
+    bpe: Annotated[
+        Bpe | None,
+        typer.Option(help="gpt2, or none for words between spaces; gpt2 for a dictionary of numbers if not given."),
+    ] = None,
+    encoder_json: Annotated[str | None, typer.Option(help="BPE ids; GPT-2's own if not given.")] = None,
+    vocab_bpe: Annotated[str | None, typer.Option(help="BPE merges; GPT-2's own if not given.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of a continuation.")] = 128,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Draw from probabilities to the power of 1 / this; 0 is greedy.")
+    ] = None,
+    top_k: Annotated[
+        int, typer.Option("--top-k", "--sampling-topk", min=0, help="Draw from this many tokens; 0 is from all.")
+    ] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            "--top-p", "--sampling-topp", min=0, max=1, help="Draw from the fewest tokens with this probability."
+        ),
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the draws, which depend on nothing else.")] = 1,
+    beam: Annotated[int, typer.Option(min=1, help="Hypotheses of a beam search; 1 is no search.")] = 1,
+    lenpen: Annotated[float, typer.Option(help="Beam search: above 0 favours long text, below 0 short.")] = 1.0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 8,
+    mp: Annotated[
+        int,
+        typer.Option("--mp", "--model-parallel-size", min=1, help="Tensor-parallel workers to split the model over."),
+    ] = 1,
+    dtype: Annotated[DType, typer.Option(help="What the model computes in.")] = DType.float32,
+    device: Annotated[Device | None, typer.Option(help="Default: cuda where there is one.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object a line, with ids and log-probabilities.")
+    ] = False,
+) -> None:
+    """Continue prompts: greedily, by sampling (--temperature, --top-k, --top-p) or with a beam search."""
+    if temperature is None:  # who asks to draw from some tokens asks to draw
+        temperature = 1.0 if top_k or top_p < 1 else 0.0
+    _require_sensible_options(prompt, prompts, temperature, top_k, top_p, beam)
+
+    import torch
+
+    from lmtools.checkpoints.load import load_model, open_checkpoint, require_divisible
+    from lmtools.generate.beam import beam_search
+    from lmtools.generate.decode import Limits, continue_prompts
+    from lmtools.generate.sampling import Sampling
+    from lmtools.parallel.launch import is_worker, run_workers
+    from lmtools.parallel.mesh import open_mesh
+
+    # Everything that can be refused is refused here, before a worker starts or a weight is read.
+    checkpoint = open_checkpoint(path)
+    require_divisible(checkpoint, mp)
+    codec, eos_index = _open_codec(checkpoint, dictionary, bpe, encoder_json, vocab_bpe)
+    limits = Limits([*codec.known, eos_index], eos_index, max_new_tokens, checkpoint.config.max_target_positions)
+    texts = prompt if prompt is not None else _read_prompts(prompts or STDIO)
+    # A prompt is the beginning of a sentence: in training, what stands before one is the end of another.
+    sources = [[eos_index, *_encode(codec, text, number)] for number, text in enumerate(texts, start=1)]
+    limits.require_fits(sources)
+
+    if mp > 1 and not is_worker():
+        with _prompts_for_workers(texts, from_stdin=prompts == STDIO) as more_arguments:
+            run_workers([*sys.argv[1:], *more_arguments], num_workers=mp)
+        return
+
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    with open_mesh(dp=1, tp=mp, device=device.value if device else None) as mesh:
+        speaks = mesh.rank == 0
+        model = load_model(checkpoint, mesh, getattr(torch, dtype.value))
+        streamed = _Stream(codec, sources[0]) if _is_watched(sources, beam, as_json) and speaks else None
+        shown = speaks and streamed is None
+        bar = progress_bar("generate", total=len(texts), unit="prompts") if shown else nullcontext(lambda count: None)
+        with bar as advance:
+            step = 1 if beam > 1 else batch_size
+            for start in range(0, len(texts), step):
+                batch = sources[start : start + step]
+                if beam > 1:
+                    found = [beam_search(model, batch[0], mesh, limits, beam=beam, lenpen=lenpen, number=start)]
+                else:
+                    on_token = streamed.add if streamed is not None else lambda number, token: None
+                    found = continue_prompts(
+                        model, batch, mesh, limits, sampling, first_number=start, on_token=on_token
+                    )
+                for number, continuation in enumerate(found, start=start):
+                    if shown:
+                        _print(texts[number], sources[number], continuation, codec, as_json)
+                    if speaks and continuation.stopped_by == "model maximum":
+                        say(
+                            f"prompt {number + 1}: ends after {len(continuation.tokens)} new tokens, since the model "
+                            f"was made for {limits.max_positions}, prompt included"
+                        )
+                advance(len(found))
+        if streamed is not None:
+            streamed.end()
+
+
+def _require_sensible_options(
+    prompt: list[str] | None, prompts: str | None, temperature: float, top_k: int, top_p: float, beam: int
+) -> None:
+    """What needs no file to be refused."""
+    if (prompt is None) == (prompts is None):
+        raise ConfigError("give --prompt TEXT or --prompts FILE, one of them")
+    if not top_p > 0:
+        raise ConfigError("--top-p 0: leaves no token; use more than 0, up to 1")
+    if temperature == 0 and (top_k or top_p < 1):
+        raise ConfigError("--temperature 0 with --top-k or --top-p: greedy search draws nothing; leave one out")
+    if beam > 1 and temperature != 0:
+        raise ConfigError("--beam with --temperature, --top-k or --top-p: a beam search draws nothing; leave one out")
+
+
+def _open_codec(
+    checkpoint: Checkpoint, dictionary: Path | None, bpe: Bpe | None, encoder_json: str | None, vocab_bpe: str | None
+) -> tuple[Codec, int]:
+    """How text becomes the model's tokens, and the token that ends a sentence."""
+    from lmtools.checkpoints.load import require_dictionary_fits
+    from lmtools.data.dictionary import Dictionary
+    from lmtools.preprocess.codec import BpeCodec, WordCodec, is_bpe
+    from lmtools.preprocess.gpt2_vocabulary import check_vocabulary, find_vocabulary, read_vocabulary
+
+    place = dictionary or _find_dictionary(checkpoint)
+    place = place / "dict.txt" if place.is_dir() else place
+    words = Dictionary.load(place)
+    require_dictionary_fits(checkpoint, len(words), place)
+    if bpe is Bpe.none or (bpe is None and not is_bpe(words)):
+        return WordCodec(words), words.eos_index
+    files = find_vocabulary(encoder_json, vocab_bpe)
+    vocabulary = read_vocabulary(files)
+    check_vocabulary(vocabulary, files)
+    return BpeCodec(words, vocabulary), words.eos_index
+
+
+def _find_dictionary(checkpoint: Checkpoint) -> Path:
+    """The dict.txt beside a checkpoint, or in the folder of data that a training run read."""
+    from lmtools.checkpoints.training_read import TrainingCheckpoint
+
+    folder = checkpoint.paths[0].parent
+    places = [folder / "dict.txt"]
+    if isinstance(checkpoint, TrainingCheckpoint):
+        data = str(checkpoint.record["train"]["data"])
+        places += [Path(data.split(":")[0]) / "dict.txt"]
+    for place in places:
+        if place.is_file():
+            return place
+    raise ConfigError(f"{folder}: has no dict.txt; give the one that the model was trained with by --dict")
+
+
+def _read_prompts(source: str) -> list[str]:
+    with open_binary(source) as stream:
+        content = stream.read()
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{source}:{line}: not UTF-8 (byte 0x{content[error.start]:02x})") from error
+    if not text:
+        raise DataError(f"{source}: is empty, expected a prompt a line")
+    return text.removesuffix("\n").split("\n")
+
+
+def _encode(codec: Codec, text: str, number: int) -> list[int]:
+    try:
+        return codec.encode(text)
+    except DataError as error:
+        raise DataError(f"prompt {number}: {error}") from error
+
+
+@contextmanager
+def _prompts_for_workers(texts: Sequence[str], *, from_stdin: bool) -> Iterator[list[str]]:
+    """What to add to the workers' command line: standard input can be read only once, so it becomes a file."""
+    if not from_stdin:
+        yield []
+        return
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", newline="", suffix=".prompts") as file:
+        file.write("\n".join(texts) + "\n")
+        file.flush()
+        yield ["--prompts", file.name]  # the last one counts
+
+
+def _is_watched(sources: Sequence[Any], beam: int, as_json: bool) -> bool:
+    return len(sources) == 1 and beam == 1 and not as_json and sys.stdout.isatty()
+
+
+class _Stream:
+    """Prints a continuation as it comes; a character that takes several tokens, once they are all there."""
+
+    def __init__(self, codec: Codec, source: Sequence[int]) -> None:
+        self._codec = codec
+        self._tokens = list(source)
+        self._shown = 0
+        self._show()
+
+    def add(self, number: int, token: int) -> None:
+        self._tokens.append(token)
+        self._show()
+
+    def end(self) -> None:
+        self._show(all_of_it=True)
+        print(flush=True)
+
+    def _show(self, all_of_it: bool = False) -> None:
+        text = self._codec.decode(self._tokens)
+        end = len(text) if all_of_it else len(text.rstrip("\ufffd"))
+        print(text[self._shown : end], end="", flush=True)
+        self._shown = max(self._shown, end)
+
+
+def _print(text: str, source: Sequence[int], found: Continuation, codec: Codec, as_json: bool) -> None:
+    whole = codec.decode([*source, *found.tokens])
+    if not as_json:
+        print(whole, flush=True)
+        return
+    line = {
+        "prompt": text,
+        "text": whole,
+        "prompt_ids": list(source),
+        "ids": found.tokens,
+        "tokens": [codec.token(token) for token in found.tokens],
+        "log_probs": found.log_probs,
+        "stopped_by": found.stopped_by,
+    }
+    print(json.dumps(line, ensure_ascii=False, allow_nan=False), flush=True)

@@ -1,0 +1,1 @@
+"""Text from a language model: what comes after a prompt."""

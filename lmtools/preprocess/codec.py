@@ -1,0 +1,109 @@
+"""A few lines of text to the dictionary's indices and back: what a person types to a model, and what it answers.
+
+Files go through `bpe.py` and `binarize.py`; a line gives the same indices here, without the end of sentence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+from lmtools.data.dictionary import Dictionary
+from lmtools.errors import DataError
+from lmtools.preprocess.gpt2_vocabulary import Vocabulary
+
+_UNWORDED = re.compile(r"<s>|<pad>|</s>|madeupword\d+")
+"""Symbols that stand for no text: fairseq's padding of dictionaries, and special symbols but `<unk>`."""
+
+
+class Codec(Protocol):
+    """Between text and indices.
+
+    Attributes:
+        known: the indices that stand for some text.
+    """
+
+    known: list[int]
+
+    def encode(self, text: str) -> list[int]:
+        """The indices of a line.
+
+        Raises:
+            DataError: it is empty, or has something that no index stands for.
+        """
+
+    def decode(self, indices: Sequence[int]) -> str:
+        """The text of indices; special symbols but `<unk>` have none."""
+
+    def token(self, index: int) -> str:
+        """One index, for a person to read."""
+
+
+class WordCodec:
+    """Text whose words, between white space, are the dictionary's."""
+
+    def __init__(self, dictionary: Dictionary) -> None:
+        self._dictionary = dictionary
+        self.known = [index for index, word in enumerate(dictionary.symbols) if not _UNWORDED.fullmatch(word)]
+
+    def encode(self, text: str) -> list[int]:
+        """See `Codec`."""
+        words = text.split()
+        for word in words:
+            if word not in self._dictionary:
+                raise DataError(f"the word {word!r} is not in the dictionary; take another, or write <unk> for it")
+        return [self._dictionary.index(word) for word in _require_some(words)]
+
+    def decode(self, indices: Sequence[int]) -> str:
+        """See `Codec`."""
+        words = [self._dictionary.symbols[index] for index in indices]
+        return " ".join(word for word in words if not _UNWORDED.fullmatch(word))
+
+    def token(self, index: int) -> str:
+        """See `Codec`."""
+        return self._dictionary.symbols[index]
+
+
+class BpeCodec:
+    """Text as GPT-2's BPE, whose ids are the dictionary's words."""
+
+    def __init__(self, dictionary: Dictionary, vocabulary: Vocabulary) -> None:
+        from lmtools.preprocess.bpe_encoder import Encoder
+
+        self._dictionary = dictionary
+        self._encode_line = Encoder(vocabulary).encode_line
+        bytes_of_id = {str(id_): token for token, id_ in vocabulary.ids.items()} | {"<unk>": b"<unk>"}
+        self._bytes = {index: bytes_of_id[word] for index, word in enumerate(dictionary.symbols) if word in bytes_of_id}
+        self.known = list(self._bytes)
+
+    def encode(self, text: str) -> list[int]:
+        """See `Codec`. White space at the ends is left out, as `bpe-encode` does."""
+        ids = self._encode_line(text.strip()).decode("ascii").split()
+        for id_ in ids:
+            if id_ not in self._dictionary:
+                raise DataError(
+                    f"the BPE token {id_} is not in the dictionary; take other words, or give --bpe none if the prompt "
+                    "is encoded already"
+                )
+        return [self._dictionary.index(id_) for id_ in _require_some(ids)]
+
+    def decode(self, indices: Sequence[int]) -> str:
+        """See `Codec`. Bytes that are no UTF-8, of a character whose tokens are not all there, become U+FFFD."""
+        return b"".join(self._bytes.get(index, b"") for index in indices).decode("utf-8", "replace")
+
+    def token(self, index: int) -> str:
+        """See `Codec`."""
+        return self.decode([index]) if index in self._bytes else self._dictionary.symbols[index]
+
+
+def _require_some(words: list[str]) -> list[str]:
+    if not words:
+        raise DataError("is empty; a prompt has at least one word")
+    return words
+
+
+def is_bpe(dictionary: Dictionary) -> bool:
+    """Whether a dictionary is of BPE ids: every word that is no padding is a number."""
+    words = [word for word in dictionary.symbols if word != "<unk>" and not _UNWORDED.fullmatch(word)]
+    return all(word.isascii() and word.isdecimal() for word in words)
