@@ -156,7 +156,7 @@ SHARED = {
 
 
 @pytest.mark.shared
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_wikitext_models(shared_golden: Path, tp):
     cases = {name: case for name, case in SHARED.items() if tp in case.tp_sizes}
     data = shared_golden / "bin" / "built_1k"

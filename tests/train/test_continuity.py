@@ -50,7 +50,9 @@ def assert_identical(found: Leg, expected: Leg) -> None:
         (1, 1, [4, 9, 11], SCALED),
         (1, 1, [10, 20], {"memory_efficient_bf16": True, "update_freq": 2, "optimizer": "sgd", "momentum": 0.9}),
         (2, 2, [10, 20], {}),
-        (2, 2, [3, 7], SCALED | {"zero": 3, "sequence_parallel": True, "clip_norm": 0.5}),
+        pytest.param(
+            2, 2, [3, 7], SCALED | {"zero": 3, "sequence_parallel": True, "clip_norm": 0.5}, marks=pytest.mark.slow
+        ),
         (1, 2, [6, 9], {"zero": 2, "checkpoint_activations": True, "bf16": True, "optimizer": "adafactor"}),
     ],
     ids=["mp1", "mp1 fp16", "mp1 bf16 sgd", "mp2 dp2", "mp2 dp2 fp16 zero3", "dp2 bf16 zero2 adafactor"],
@@ -108,6 +110,7 @@ def in_float64(flags: dict[str, Any], save_dir: Path, end: int) -> Leg:
         return legs(flags, save_dir, [end])[0]
 
 
+@pytest.mark.slow
 def test_each_leg_on_another_mesh(tmp_path: Path):
     """Weights and optimizer's state go from mesh to mesh; dp times update_freq stays, so that updates are the same."""
     save_dir = tmp_path / "legs"
