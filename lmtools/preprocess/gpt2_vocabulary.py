@@ -8,6 +8,7 @@ A token is written with one printable character for each of its bytes (`_byte_to
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -121,6 +122,12 @@ def check_vocabulary(vocabulary: Vocabulary, files: VocabularyFiles) -> None:
         known.add(token)
 
 
+def spell(token: bytes) -> str:
+    """A token as the two files write it: one printable character for each byte."""
+    characters = _byte_to_character()
+    return "".join(characters[byte] for byte in token)
+
+
 def _read_ids(path: Path) -> dict[bytes, int]:
     try:
         entries = json.loads(_read_text(path))
@@ -166,6 +173,7 @@ def _to_bytes(tokens: list[str]) -> list[bytes]:
     return [token.encode("latin-1") for token in separator.join(tokens).translate(byte_of).split(separator)]
 
 
+@functools.cache
 def _byte_to_character() -> list[str]:
     """The character that stands for each byte: itself where it is printable, else the next one from U+0100 on.
 

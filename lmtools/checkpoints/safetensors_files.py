@@ -1,0 +1,115 @@
+"""safetensors files: opened without reading a value, written without holding more than one.
+
+    u64 n, little-endian
+    n bytes of JSON, spaces at its end: {NAME: {"dtype": "F32", "shape": [...], "data_offsets": [begin, end]}, ...,
+                                         "__metadata__": {STRING: STRING}}
+    the values, little-endian and row by row; offsets count from here, and leave no byte out
+
+Source: https://github.com/huggingface/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from lmtools.checkpoints.lazy_tensor import LazyTensor, Storage
+from lmtools.errors import CheckpointError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000  # the format's own bound
+_METADATA = "__metadata__"
+
+
+def read_safetensors(path: Path) -> dict[str, LazyTensor]:
+    """Open a file: names, types and shapes are read, values are not.
+
+    Raises:
+        CheckpointError: it is missing, cut short, or not of the format.
+    """
+    try:
+        num_bytes = path.stat().st_size
+        with open(path, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= min(_MAX_HEADER_BYTES, num_bytes - 8):
+                raise CheckpointError(f"{path}: not a safetensors file (a header of {length:,} bytes); fetch it again")
+            header = json.loads(stream.read(length))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not a safetensors file ({error}); fetch it again") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: not a safetensors file (its header is no object); fetch it again")
+    first = 8 + length
+    return {name: _tensor(path, name, entry, first, num_bytes) for name, entry in header.items() if name != _METADATA}
+
+
+def _tensor(path: Path, name: str, entry: Any, first: int, file_bytes: int) -> LazyTensor:
+    try:
+        dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+        if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+            raise ValueError("a size or offset is no whole number")
+        if end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{end - begin} bytes for shape {shape}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: {name} is not described as safetensors are ({error})") from error
+    if first + end > file_bytes:
+        raise CheckpointError(
+            f"{path}: cut short: has {file_bytes:,} bytes, {name} ends at {first + end:,}; fetch it again"
+        )
+    stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    storage = Storage(path, name, dtype, end - begin, offset=first + begin)
+    return LazyTensor(dtype, shape, tuple(stride), 0, storage)
+
+
+def write_safetensors(
+    stream: BinaryIO,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], Tensor],
+    *,
+    dtype: torch.dtype,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Write tensors one after another.
+
+    Args:
+        stream: where to.
+        shapes: of each tensor, by name.
+        read: gives a tensor; asked for one at a time, in order.
+        dtype: what they are converted to.
+        progress: called with the number of bytes that were just written.
+    """
+    # transformers loads a file only if it says that it is of PyTorch's tensors.
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    begin = 0
+    for name, shape in shapes.items():
+        end = begin + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    encoded = json.dumps(header, separators=(",", ":")).encode("utf-8")
+    encoded += b" " * (-len(encoded) % 8)
+    stream.write(len(encoded).to_bytes(8, "little") + encoded)
+    for name, shape in shapes.items():
+        tensor = read(name)
+        assert tuple(tensor.shape) == shape, name
+        values = tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy()
+        stream.write(values.data)
+        progress(values.nbytes)
