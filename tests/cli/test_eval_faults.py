@@ -1,85 +1,23 @@
-"""An evaluation that is killed, robbed of its disk or started twice: nothing is lost, left behind or wrong.
-
-Commands run in processes of their own that have torch imported already; their workers, where they have some, start from
-nothing, as always.
-"""
+"""An evaluation that is killed, robbed of its disk or started twice: nothing is lost, left behind or wrong."""
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
-import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmtools.evaluate.journal import ScoreJournal
-from tests.support.ranks import processes_with_torch
+from tests.support.commands import Running, processes_with, start_command, wait_until
 
-MARKER = "LMTOOLS_TEST_MARKER"
 OF_THE_RUN = ("seconds", "tokens_per_second", "tokens_resumed")
 """What two runs of one evaluation may say differently."""
-
-
-@pytest.fixture
-def marker(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A value that every process of the test has in its environment; whoever is left at the end is killed."""
-    processes_with_torch()  # the server of other tests shall not have it
-    value = uuid.uuid4().hex
-    monkeypatch.setenv(MARKER, value)
-    yield value
-    for pid, _ in processes_with(value):
-        os.kill(pid, signal.SIGKILL)
-
-
-def processes_with(marker: str) -> list[tuple[int, dict[str, str]]]:
-    """Living processes with the marker, other than this one, and their environments."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = (folder / "environ").read_bytes().decode().split("\0")
-        except OSError:  # gone meanwhile, or another user's
-            continue
-        environment = dict(variable.split("=", 1) for variable in variables if "=" in variable)
-        if environment.get(MARKER) == marker and int(folder.name) != os.getpid():
-            found.append((int(folder.name), environment))
-    return found
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < seconds, "waited too long"
-        time.sleep(0.005)
-
-
-@dataclass(frozen=True)
-class Running:
-    """`lmtools eval`, in a process group of its own."""
-
-    process: BaseProcess
-    output: Path
-    errors: Path
-
-    @property
-    def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
-
-    def result(self, seconds: float = 90.0) -> tuple[int | None, str, str]:
-        """Exit code, standard output and standard error, once it has ended."""
-        self.process.join(seconds)
-        assert self.process.exitcode is not None, "the command did not end in time"
-        return self.process.exitcode, self.output.read_text(), self.errors.read_text()
 
 
 Start = Callable[..., Running]
@@ -91,40 +29,15 @@ def start(marker: str, golden: Path, tmp_path: Path) -> Iterator[Start]:
     started: list[Running] = []
 
     def start_eval(*options: object, largest_file: int = -1, batch_size: int = 1) -> Running:
-        output, errors = tmp_path / f"stdout{len(started)}", tmp_path / f"stderr{len(started)}"
         arguments = ["eval", golden / "bin", "--path", golden / "mp4", "--context-window", 24]
         arguments += ["--batch-size", batch_size, *options]
-        process = processes_with_torch().Process(
-            target=_be_lmtools, args=([*map(str, arguments)], dict(os.environ), output, errors, largest_file)
-        )
-        process.start()
-        started.append(Running(process, output, errors))
+        started.append(start_command(arguments, tmp_path, largest_file=largest_file))
         return started[-1]
 
     yield start_eval
     for running in started:
         running.process.kill()
         running.process.join()
-
-
-def _be_lmtools(
-    arguments: Sequence[str], environment: dict[str, str], output: Path, errors: Path, largest_file: int
-) -> None:
-    os.setsid()
-    for path, descriptor in ((output, 1), (errors, 2)):
-        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
-    os.environ.clear()
-    os.environ.update(environment)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
-    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-    sys.argv = ["lmtools", *arguments]
-
-    import torch
-
-    from lmtools.cli import main
-
-    torch.set_num_threads(1)
-    main()
 
 
 @pytest.fixture

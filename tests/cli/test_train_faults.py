@@ -1,0 +1,170 @@
+"""A training run that is stopped, killed or refused: what was trained is kept, and nobody is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import Running, processes_with, start_command, wait_until
+
+MODEL = ["--decoder-layers", 1, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 32]
+MODEL += ["--decoder-attention-heads", 4, "--arch", "transformer_lm_megatron"]
+RUN = ["--tokens-per-sample", 32, "--batch-size", 2, "--lr", 1e-3, "--log-format", "none", "--seed", 3]
+ENDLESS = ["--max-update", 1_000_000]
+
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def start(marker: str, golden: Path, folder: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts `lmtools train` of a tiny model, with more options."""
+    started: list[Running] = []
+
+    def start_train(*options: object) -> Running:
+        arguments = ["train", golden / "bin", "--save-dir", folder, *MODEL, *RUN, *options]
+        started.append(start_command(arguments, tmp_path))
+        return started[-1]
+
+    yield start_train
+    for running in started:
+        running.process.kill()
+        running.process.join()
+
+
+def updates(folder: Path) -> list[dict[str, Any]]:
+    """The run's updates, as far as whole lines of its metrics go."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [line for line in map(json.loads, lines) if line["kind"] == "update"]
+
+
+def num_saved(folder: Path) -> int:
+    return int(os.readlink(folder / "checkpoint_last").rpartition("_")[2])
+
+
+# --- stopped ---
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code", "mp"), [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 1), (signal.SIGUSR1, 138, 1)]
+)
+def test_a_signal_saves_then_ends_and_the_same_command_goes_on(
+    start: Start, folder: Path, marker: str, number, exit_code, mp
+):
+    running = start("--mp", mp, *ENDLESS)
+    wait_until(lambda: len(updates(folder)) > 5, seconds=120, of=running)
+    os.kill(running.pid, number)
+    ended, out, errors = running.result(60)
+    assert (ended, out) == (exit_code, ""), errors
+    assert processes_with(marker) == []
+    trained = len(updates(folder))
+    assert num_saved(folder) == trained, "the update that was under way is finished, and saved"
+
+    assert start("--mp", mp, "--max-update", trained + 3).result(120)[0] == 0
+    assert [line["num_updates"] for line in updates(folder)] == list(range(1, trained + 4))
+    assert num_saved(folder) == trained + 3
+
+
+def test_ctrl_c_on_a_terminal_reaches_all_processes_and_saves_once(start: Start, folder: Path, marker: str):
+    running = start("--mp", 2, *ENDLESS)
+    wait_until(lambda: len(updates(folder)) > 5, seconds=120, of=running)
+    os.killpg(running.pid, signal.SIGINT)
+    assert running.result(60)[0] == 130
+    assert processes_with(marker) == []
+    assert num_saved(folder) == len(updates(folder))
+
+
+# --- killed ---
+
+
+def rank_1(marker: str) -> list[int]:
+    return [pid for pid, environment in processes_with(marker) if environment.get("RANK") == "1"]
+
+
+def test_a_killed_rank_ends_all_in_time(start: Start, folder: Path, marker: str):
+    running = start("--mp", 2, "--save-interval-updates", 4, *ENDLESS)
+    wait_until(lambda: (folder / "checkpoint_last").exists(), seconds=120, of=running)
+    os.kill(rank_1(marker)[0], signal.SIGKILL)
+    assert running.result(10) == (1, "", "lmtools: rank 1 was killed by SIGKILL (out of memory?)\n")
+    assert processes_with(marker) == []
+    assert num_saved(folder) >= 4
+
+
+def test_restarts_go_on_from_the_last_checkpoint(start: Start, folder: Path, marker: str):
+    running = start("--mp", 2, "--restarts", 1, "--save-interval-updates", 4, "--max-update", 40)
+    wait_until(lambda: (folder / "checkpoint_last").exists(), seconds=120, of=running)
+    os.kill(rank_1(marker)[0], signal.SIGKILL)
+    exit_code, _, errors = running.result(120)
+    assert exit_code == 0, errors
+    assert [line["num_updates"] for line in updates(folder)] == list(range(1, 41))
+    assert num_saved(folder) == 40
+    assert processes_with(marker) == []
+
+
+# --- refused before any worker starts ---
+
+
+@pytest.mark.parametrize(
+    ("options", "exit_code", "message"),
+    [
+        (["--mp", 3], 2, "heads"),
+        (["--train-subset", "none-such"], 1, "none-such"),
+        (["--lr-scheduler", "inverse_sqrt", "--warmup-updates", -1], 2, "warmup"),
+        (["--tokens-per-sample", 0], 2, "tokens-per-sample"),
+    ],
+)
+def test_what_cannot_work_is_one_line(lmtools, golden: Path, folder: Path, options, exit_code, message):
+    ran = lmtools("train", golden / "bin", "--save-dir", folder, *MODEL, *RUN, "--max-update", 1, *options)
+    assert (ran.code, ran.out) == (exit_code, "")
+    assert message in ran.err
+    assert ran.err.startswith("lmtools: ")
+    assert ran.err.count("\n") == 1
+    assert not folder.exists()
+
+
+# --- two machines ---
+
+
+@pytest.mark.slow
+def test_two_agents_train_as_one_launcher(start: Start, golden: Path, folder: Path, tmp_path: Path):
+    """torchrun twice, as on two machines: the mesh spans both, and the losses are those of one machine."""
+    options = ["--dp", 2, "--max-update", 4]
+    assert start(*options).result(120)[0] == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    agents = []
+    for rank in (0, 1):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+        command += ["--node-rank", str(rank), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        command += ["-m", "lmtools", "train", golden / "bin", "--save-dir", tmp_path / "agents", *MODEL, *RUN, *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        errors = open(tmp_path / f"agent{rank}", "w+")  # noqa: SIM115 - the agent writes it
+        agents.append((subprocess.Popen([*map(str, command)], env=environment, stderr=errors), errors))
+    try:
+        for agent, errors in agents:
+            assert agent.wait(120) == 0, (errors.seek(0), errors.read())
+    finally:
+        for agent, errors in agents:
+            agent.kill()
+            agent.wait()
+            errors.close()
+    found, expected = updates(tmp_path / "agents"), updates(folder)
+    assert len(expected) == 4
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["loss_base2"] == theirs["loss_base2"]
+        assert ours["gradient_norm"] == theirs["gradient_norm"]
