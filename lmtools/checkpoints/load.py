@@ -7,19 +7,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from lmtools.checkpoints.fairseq import FairseqCheckpoint, open_fairseq
+from lmtools.checkpoints.huggingface_read import HuggingFaceCheckpoint, is_huggingface, open_huggingface
 from lmtools.checkpoints.training import is_training_checkpoint
 from lmtools.checkpoints.training_read import TrainingCheckpoint, open_training
+from lmtools.data.dictionary import Dictionary
 from lmtools.errors import CheckpointError, ConfigError
 from lmtools.models.transformer_lm import TransformerLM
 from lmtools.parallel.mesh import Mesh
 from lmtools.parallel.parallelize import materialize, parallelize, without_memory
 from lmtools.parallel.plans import TRANSFORMER_LM, shard_bounds
 
-Checkpoint: TypeAlias = FairseqCheckpoint | TrainingCheckpoint
+Checkpoint: TypeAlias = FairseqCheckpoint | TrainingCheckpoint | HuggingFaceCheckpoint
 """What all checkpoints have: `paths`, `config`, `num_parts`, `identity`, `read`, `verify_part`."""
 
 
@@ -27,13 +31,16 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a checkpoint without reading its weights.
 
     Args:
-        path: a training checkpoint's folder, or what `open_fairseq` takes.
+        path: a training checkpoint's folder, transformers' folder of an XGLM or GPT-2 model, or what `open_fairseq`
+            takes.
 
     Raises:
         CheckpointError: it is not there, not complete, or not one that lmtools reads.
     """
     if is_training_checkpoint(path):
         return open_training(path)
+    if is_huggingface(path):
+        return open_huggingface(path)
     of_a_run = [name for name in ("checkpoint_best", "checkpoint_last") if is_training_checkpoint(Path(path) / name)]
     if of_a_run:
         raise CheckpointError(f"{path}: holds the checkpoints of a training run; name one, as {path}/{of_a_run[0]}")
@@ -81,6 +88,25 @@ def require_dictionary_fits(checkpoint: Checkpoint, num_types: int, where: str |
             f"{where}: has {num_types} types, the embedding of {checkpoint.paths[0].name} has {rows} rows, which is "
             "neither as many nor as many with fairseq's padding; this is not the dictionary of the checkpoint"
         )
+
+
+def rows_of_dictionary(
+    checkpoint: Checkpoint, dictionary: Dictionary, where: str | Path
+) -> npt.NDArray[np.int32] | None:
+    """The model's row for each index of a dictionary, -1 where it has none; None if they are the same.
+
+    Args:
+        checkpoint: from `open_checkpoint`.
+        dictionary: the data's.
+        where: its file, for the message.
+
+    Raises:
+        CheckpointError: rows and indices should be the same, and are not as many.
+    """
+    rows = checkpoint.rows_of(dictionary) if isinstance(checkpoint, HuggingFaceCheckpoint) else None
+    if rows is None:
+        require_dictionary_fits(checkpoint, len(dictionary), where)
+    return rows
 
 
 def load_model(

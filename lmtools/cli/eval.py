@@ -93,12 +93,12 @@ def evaluate(
     import torch
 
     from lmtools import __version__
-    from lmtools.checkpoints.load import load_model, open_checkpoint, require_dictionary_fits, require_divisible
+    from lmtools.checkpoints.load import load_model, open_checkpoint, require_divisible, rows_of_dictionary
     from lmtools.data.dictionary import Dictionary
     from lmtools.evaluate.batches import cut_batches
     from lmtools.evaluate.result import checkpoint_hashes, result_of, summary_of
     from lmtools.evaluate.run import score_split
-    from lmtools.evaluate.splits import open_split
+    from lmtools.evaluate.splits import open_split, require_rows
     from lmtools.parallel.launch import is_worker, run_workers
     from lmtools.parallel.mesh import open_mesh
 
@@ -115,7 +115,7 @@ def evaluate(
             f"at most {maximum}"
         )
     dictionary = Dictionary.load(data / "dict.txt")
-    require_dictionary_fits(checkpoint, len(dictionary), data / "dict.txt")
+    rows = rows_of_dictionary(checkpoint, dictionary, data / "dict.txt")
     splits = [
         open_split(
             data,
@@ -128,6 +128,9 @@ def evaluate(
         )
         for name in subsets
     ]
+    if rows is not None:
+        for split in splits:
+            require_rows(split, rows, dictionary)
     if batch_size is None and max_tokens is None:
         batch_size = 8
     batches = [
@@ -162,6 +165,7 @@ def evaluate(
                         dictionary,
                         mesh,
                         bounds=bounds,
+                        rows=rows,
                         add_bos_token=add_bos_token,
                         journal_path=_journal_path(output or scores, split.name),
                         identity={"lmtools": __version__} | settings | checkpoint.identity() | split.identity(),

@@ -149,12 +149,22 @@ def _open_codec(
     checkpoint: Checkpoint, dictionary: Path | None, bpe: Bpe | None, encoder_json: str | None, vocab_bpe: str | None
 ) -> tuple[Codec, int]:
     """How text becomes the model's tokens, and the token that ends a sentence."""
+    from lmtools.checkpoints.huggingface_read import HuggingFaceCheckpoint
     from lmtools.checkpoints.load import require_dictionary_fits
     from lmtools.data.dictionary import Dictionary
-    from lmtools.preprocess.codec import BpeCodec, WordCodec, is_bpe
+    from lmtools.preprocess.codec import BpeCodec, TokenizerCodec, WordCodec, is_bpe
     from lmtools.preprocess.gpt2_vocabulary import check_vocabulary, find_vocabulary, read_vocabulary
 
     place = dictionary or _find_dictionary(checkpoint)
+    if isinstance(checkpoint, HuggingFaceCheckpoint) and (place is None or checkpoint.settings["model_type"] == "gpt2"):
+        if dictionary or bpe:
+            raise ConfigError("--dict and --bpe: a GPT-2 folder has a tokenizer.json, which is used; leave them out")
+        tokenizer = checkpoint.paths[0].parent / "tokenizer.json"
+        return TokenizerCodec(tokenizer, vocab_size=checkpoint.config.vocab_size), checkpoint.eos_index
+    if place is None:
+        raise ConfigError(
+            f"{checkpoint.paths[0].parent}: has no dict.txt; give the one that the model was trained with by --dict"
+        )
     place = place / "dict.txt" if place.is_dir() else place
     words = Dictionary.load(place)
     require_dictionary_fits(checkpoint, len(words), place)
@@ -166,7 +176,7 @@ def _open_codec(
     return BpeCodec(words, vocabulary), words.eos_index
 
 
-def _find_dictionary(checkpoint: Checkpoint) -> Path:
+def _find_dictionary(checkpoint: Checkpoint) -> Path | None:
     """The dict.txt beside a checkpoint, or in the folder of data that a training run read."""
     from lmtools.checkpoints.training_read import TrainingCheckpoint
 
@@ -175,10 +185,7 @@ def _find_dictionary(checkpoint: Checkpoint) -> Path:
     if isinstance(checkpoint, TrainingCheckpoint):
         data = str(checkpoint.record["train"]["data"])
         places += [Path(data.split(":")[0]) / "dict.txt"]
-    for place in places:
-        if place.is_file():
-            return place
-    raise ConfigError(f"{folder}: has no dict.txt; give the one that the model was trained with by --dict")
+    return next((place for place in places if place.is_file()), None)
 
 
 def _read_prompts(source: str) -> list[str]:

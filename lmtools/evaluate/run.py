@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -43,6 +44,7 @@ def score_split(
     mesh: Mesh,
     *,
     bounds: Bounds,
+    rows: npt.NDArray[np.int32] | None = None,
     add_bos_token: bool,
     journal_path: Path | None,
     identity: Mapping[str, Any],
@@ -57,6 +59,7 @@ def score_split(
         dictionary: the split's.
         mesh: where we are.
         bounds: of the batches, from `cut_batches`; no result depends on them.
+        rows: the model's row for each index of the dictionary; None if they are the same.
         add_bos_token: put `<s>` at the head of each window.
         journal_path: where finished rounds are kept until the end; None keeps none.
         identity: what the scores depend on, see `ScoreJournal`; rank 0's counts.
@@ -83,15 +86,20 @@ def score_split(
         pieces.append(scores)
         progress(len(scores))
 
+    if rows is None:
+        rows = np.arange(len(dictionary), dtype=np.int32)
+        tokens = split.tokens
+    else:
+        tokens = rows[split.tokens]
     try:
         score_windows(
             model,
-            split.tokens,
+            tokens,
             split.windows,
             mesh,
             bounds=bounds,
-            eos_index=dictionary.eos_index,
-            bos_index=dictionary.bos_index if add_bos_token else None,
+            eos_index=int(rows[dictionary.eos_index]),
+            bos_index=int(rows[dictionary.bos_index]) if add_bos_token else None,
             first_round=_same_on_all_ranks(first_round, mesh),
             on_round=on_round,
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lmtools.artifacts import OriginalText, read_fresh_manifest
 from lmtools.data.blocks import BreakMode, Offsets, Tokens, eval_windows, require_whole_sentences
@@ -120,6 +121,27 @@ def open_split(
         tokens_skipped=int((skipped[:, 2] - skipped[:, 1]).sum()),
         original=manifest.original if manifest is not None else None,
     )
+
+
+def require_rows(split: EvalSplit, rows: npt.NDArray[np.int32], dictionary: Dictionary) -> None:
+    """Refuse a split with a token that the model has no row for.
+
+    Args:
+        split: from `open_split`.
+        rows: the model's row for each index of the dictionary, -1 where it has none.
+        dictionary: the split's.
+
+    Raises:
+        DataError: names the first such token.
+    """
+    for start in range(0, len(split.tokens), 1 << 22):
+        lacking = rows[split.tokens[start : start + (1 << 22)]] < 0
+        if lacking.any():
+            bad = start + int(np.argmax(lacking))
+            raise DataError(
+                f"{split.prefix}.bin: token {bad} is {dictionary.symbols[split.tokens[bad]]!r}, which the model does "
+                "not know; for GPT-2, binarize text that was encoded with `lmtools bpe-encode`, with all its ids"
+            )
 
 
 def _require_known_types(tokens: Tokens, dictionary: Dictionary, prefix: Path) -> None:

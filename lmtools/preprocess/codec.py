@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 from lmtools.data.dictionary import Dictionary
-from lmtools.errors import DataError
+from lmtools.errors import ConfigError, DataError
 from lmtools.preprocess.gpt2_vocabulary import Vocabulary
+
+T = TypeVar("T")
 
 _UNWORDED = re.compile(r"<s>|<pad>|</s>|madeupword\d+")
 """Symbols that stand for no text: fairseq's padding of dictionaries, and special symbols but `<unk>`."""
@@ -97,7 +100,49 @@ class BpeCodec:
         return self.decode([index]) if index in self._bytes else self._dictionary.symbols[index]
 
 
-def _require_some(words: list[str]) -> list[str]:
+class TokenizerCodec:
+    """Text as a Hugging Face tokenizer.json cuts it."""
+
+    def __init__(self, path: Path, *, vocab_size: int) -> None:
+        """Open a tokenizer.json.
+
+        Args:
+            path: the file.
+            vocab_size: rows of the model; a token beyond them is unknown.
+
+        Raises:
+            ConfigError: the package `tokenizers` is not installed.
+            DataError: the file is missing or broken.
+        """
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise ConfigError(f"{path}: needs the package tokenizers; run `pip install 'lmtools[hf]'`") from error
+        if not path.is_file():
+            raise DataError(f"{path}: no such file; the model's tokenizer is expected beside it")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises no narrower kind
+            raise DataError(f"{path}: not a tokenizer.json ({error})") from error
+        special = {id_ for id_, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
+        ids = self._tokenizer.get_vocab().values()
+        self.known = sorted(id_ for id_ in ids if id_ < vocab_size and id_ not in special)
+
+    def encode(self, text: str) -> list[int]:
+        """See `Codec`."""
+        ids = self._tokenizer.encode(text.strip(), add_special_tokens=False).ids
+        return _require_some(ids)
+
+    def decode(self, indices: Sequence[int]) -> str:
+        """See `Codec`."""
+        return str(self._tokenizer.decode(list(indices), skip_special_tokens=True))
+
+    def token(self, index: int) -> str:
+        """See `Codec`."""
+        return str(self._tokenizer.decode([index], skip_special_tokens=False))
+
+
+def _require_some(words: list[T]) -> list[T]:
     if not words:
         raise DataError("is empty; a prompt has at least one word")
     return words
