@@ -75,6 +75,11 @@ class HuggingFaceCheckpoint:
         return len(self.paths)
 
     @property
+    def parts(self) -> tuple[Mapping[str, LazyTensor], ...]:
+        """One part, of the whole model."""
+        return (self.tensors,)
+
+    @property
     def dtypes(self) -> dict[str, torch.dtype]:
         """Of each parameter."""
         return {name: tensor.dtype for name, tensor in self.tensors.items()}
