@@ -42,6 +42,7 @@ COMMANDS = {
     "quickstart": Command("quickstart:quickstart", "Run the main job on a small text and an untrained model."),
     "renorm-ppl": Command("renorm_ppl:renorm_ppl", "Express a perplexity per token of the original text."),
     "renormalize-ppl": Command("renorm_ppl:renorm_ppl", ""),
+    "reproduce": Command("reproduce:reproduce", "Make a published perplexity again, from the download to the number."),
     "train": Command("train:command", "Train a language model, split and replicated over workers."),
 }
 

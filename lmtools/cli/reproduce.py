@@ -1,0 +1,128 @@
+"""`lmtools reproduce`: a published number from the download to the table, by ordinary commands."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lmtools.cli.options import JsonOption, print_json, say
+from lmtools.files import disk_errors
+
+if TYPE_CHECKING:
+    from lmtools.recipes.recipe import Recipe, Step
+
+Value = int | float | str
+
+
+def reproduce(
+    recipe: Annotated[str, typer.Argument(help="megatron-11b, transformer-xl, or a recipe of your own: FILE.toml.")],
+    workdir: Annotated[
+        Path | None, typer.Option("--workdir", help="Folder for all that is made; the recipe's name if not given.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option("--checkpoint", help="A checkpoint of yours; none is downloaded or trained.")
+    ] = None,
+    srcdict: Annotated[
+        Path | None, typer.Option("--srcdict", help="Its dictionary; dict.txt in the checkpoint's folder if not given.")
+    ] = None,
+    raw: Annotated[
+        Path | None,
+        typer.Option("--raw", help="A text of yours in place of the recipe's first split, the only one then."),
+    ] = None,
+    mp: Annotated[int | None, typer.Option("--mp", min=1, help="Tensor-parallel workers for the model.")] = None,
+    values: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Any other value of the recipe; may be given several times."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show each stage and what it takes, and run none.")
+    ] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the recipe, to copy and edit, and run nothing.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Reproduce a published perplexity and show both numbers side by side.
+
+    Each stage is an ordinary command, shown before it runs. Run again, it goes on where it was cut off, and stages
+    whose output is there are left out.
+    """
+    from lmtools.recipes.outcome import as_json as rows_as_json
+    from lmtools.recipes.outcome import compare, table
+    from lmtools.recipes.recipe import find_recipe, read_recipe, results_of, steps_of
+    from lmtools.recipes.run import run_steps
+
+    file = find_recipe(recipe)
+    content = read_recipe(file)
+    if show:
+        print(file.read_text(encoding="utf-8"), end="")
+        return
+    given: dict[str, Value] = dict(_assignment(text) for text in values or [])
+    for name, path in (("checkpoint", checkpoint), ("srcdict", srcdict), ("raw", raw)):
+        if path is not None:
+            given[name] = os.path.abspath(path)  # stages run in another folder
+    if mp is not None:
+        given["mp"] = mp
+    steps = steps_of(content, given, splits=content.splits[:1] if raw else None)
+    workdir = workdir or Path(file.stem)
+    if dry_run:
+        _show_plan(content, steps, workdir, as_json=as_json)
+        return
+
+    with disk_errors(workdir):
+        workdir.mkdir(parents=True, exist_ok=True)
+    runs = run_steps(steps, workdir, report=say)
+    if runs[-1].exit_code:
+        failed = runs[-1].step
+        say(
+            f"lmtools: the stage {failed.name} failed, as said above; {len(runs) - 1} of {len(steps)} are done. Run "
+            f"the same command again to go on there, or by hand: cd {shlex.quote(str(workdir))} && {failed.command}"
+        )
+        raise typer.Exit(runs[-1].exit_code)
+    rows = compare(results_of(content, steps), workdir)
+    if as_json:
+        stages = [
+            {"name": run.step.name, "command": run.step.command, "status": run.status, "seconds": run.seconds}
+            for run in runs
+        ]
+        print_json({"recipe": str(recipe), "workdir": str(workdir), "results": rows_as_json(rows), "stages": stages})
+        return
+    say("")
+    print(f"{content.description}: {workdir}")
+    print(table(rows))
+
+
+def _assignment(text: str) -> tuple[str, Value]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise typer.BadParameter(f"expected NAME=VALUE, found {text!r}", param_hint="--set")
+    return name, value
+
+
+def _show_plan(recipe: Recipe, steps: list[Step], workdir: Path, *, as_json: bool) -> None:
+    from rich.filesize import decimal
+
+    from lmtools.recipes.needs import needs_of
+
+    stages: list[dict[str, Any]] = []
+    for step in steps:
+        needs = needs_of(step)
+        there = bool(step.makes) and all((workdir / name).exists() for name in step.makes)
+        stages.append({"name": step.name, "command": step.command, "outputs_there": there, **needs})
+    missing = sum(stage["disk_bytes"] or 0 for stage in stages if not stage["outputs_there"])
+    existing = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(existing).free
+    if as_json:
+        print_json({"workdir": str(workdir), "stages": stages, "disk_bytes": missing, "disk_free_bytes": free})
+        return
+    print(f"{recipe.description}: {len(steps)} stages in {workdir}")
+    for number, stage in enumerate(stages, start=1):
+        facts = ["there already, checked when it runs" if stage["outputs_there"] else "to do"]
+        for key, words in (("download_bytes", "to download"), ("disk_bytes", "on the disk")):
+            if stage[key]:
+                facts.append(f"{decimal(stage[key])} {words}")
+        print(f"\n[{number}/{len(stages)}] {stage['name']}: {', '.join(facts)}\n$ {stage['command']}")
+    print(f"\ndisk: {decimal(missing)} or more to come, {decimal(free)} free in {existing}")

@@ -1,0 +1,158 @@
+"""`lmtools reproduce`, offline: from a text and a checkpoint to the table; what is there is left out; faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from lmtools.recipes.run import files_of
+from tests.support.random_checkpoint import write_random_checkpoint
+
+
+def test_whole_recipe_on_any_text(lmtools, golden, tmp_path):
+    """A small text, GPT-2's dictionary and 8 random parts. The second time nothing is computed."""
+    dictionary, checkpoint, work = tmp_path / "dict.txt", tmp_path / "parts", tmp_path / "work"
+    dictionary.write_text("".join(f"{token} 1\n" for token in range(50257)))
+    write_random_checkpoint(checkpoint, vocab_size=50304, num_parts=8)
+    command = ["reproduce", "megatron-11b", "--mp", "1", "--workdir", work, "--checkpoint", checkpoint]
+    command += ["--srcdict", dictionary, "--raw", golden / "train.txt", "--set", "context_window=48"]
+
+    ran = lmtools(*command)
+    assert ran.code == 0, ran.err
+    assert (work / "wiki.test.detok").read_bytes() == (golden / "train.detok").read_bytes()
+    result = json.loads((work / "test.json").read_text())
+    assert (result["context_window"], result["mp"], result["num_parts"]) == (48, 1, 8)
+    num_tokens, num_original = result["tokens_scored"], result["original"]["tokens"]
+    per_word = 2 ** (result["loss_base2"] * num_tokens / num_original)
+    shown = {line.rpartition(": ")[2].split("  ")[0]: line.split()[-3:] for line in ran.out.splitlines()}
+    assert shown["scored tokens"] == ["270,847", f"{num_tokens:,}", f"{num_tokens - 270_847:,}"]
+    assert shown["perplexity per original token"] == ["10.54", f"{per_word:,.4f}", f"{per_word - 10.54:+,.4f}"]
+
+    stamp = (work / "test.json").stat().st_mtime_ns
+    again = lmtools(*command, "--json")
+    document = json.loads(again.out)
+    assert [stage["status"] for stage in document["stages"]] == ["ran", "ran", "ran", "unchanged", "ran"]
+    assert again.err.count("unchanged, skipped") == 4
+    assert (work / "test.json").stat().st_mtime_ns == stamp
+    by_name = {row["what"]: row["obtained"] for row in document["results"]}
+    assert by_name["test: original tokens"] == num_original
+    assert by_name["test: perplexity per original token"] == pytest.approx(per_word)
+
+
+RECIPE = """
+description = "Two texts"
+splits = ["a", "b"]
+[values]
+raw = "{split}.raw"
+[[stages]]
+name = "detok"
+run = "lmtools detok {raw} {split}.detok --json"
+stdout = "{split}.json"
+makes = ["{split}.detok", "{split}.json"]
+reads = ["{raw}"]
+num_bytes = 10
+[[results]]
+what = "words"
+file = "a.json"
+key = "outputs"
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A recipe of one's own, and its folder with one text of two."""
+    (tmp_path / "my.toml").write_text(RECIPE)
+    (tmp_path / "a.raw").write_text(" x @-@ y \n")
+    return ["reproduce", tmp_path / "my.toml", "--workdir", tmp_path]
+
+
+def test_failed_stage_says_how_to_go_on(lmtools, own, tmp_path):
+    ran = lmtools(*own)
+    assert ran.code == 1
+    assert (tmp_path / "a.detok").read_text() == "x-y\n"
+    fault, how = ran.err.splitlines()[-2:]
+    assert fault.startswith("lmtools: b.raw: ")
+    assert how == (
+        "lmtools: the stage detok b failed, as said above; 1 of 2 are done. Run the same command again to go on there, "
+        f"or by hand: cd {tmp_path} && lmtools detok b.raw b.detok --json > b.json"
+    )
+
+    (tmp_path / "b.raw").write_text("z\n")
+    ran = lmtools(*own)
+    assert "a.detok, a.json: unchanged, skipped" in ran.err
+    assert (tmp_path / "b.detok").read_text() == "z\n"
+    assert ran.err.splitlines()[-1].startswith(f"lmtools: {tmp_path}/a.json: outputs is [")  # the recipe's own fault
+
+
+@pytest.mark.parametrize("changed", ["a.raw", "a.json"])
+def test_stage_runs_again_when_a_file_has_changed(lmtools, own, tmp_path, changed):
+    (tmp_path / "b.raw").write_text("z\n")
+    lmtools(*own)
+    (tmp_path / changed).write_text("other\n")
+    ran = lmtools(*own)
+    assert ran.err.count("unchanged, skipped") == 1
+    assert (tmp_path / "a.detok").read_text() == ("other\n" if changed == "a.raw" else "x-y\n")
+
+
+def test_sigterm_ends_the_command_first(start_lmtools, own, tmp_path):
+    (tmp_path / "b.raw").write_text("z\n")
+    (tmp_path / "a.raw").unlink()
+    os.mkfifo(tmp_path / "a.raw")
+    running = start_lmtools(*own)
+    with open(tmp_path / "a.raw", "wb", buffering=0) as pipe:  # as soon as the command has it open
+        pipe.write(b"begun\n")
+        running.send_signal(signal.SIGTERM)
+        _, err = running.communicate(timeout=60)
+        assert running.returncode == 128 + signal.SIGTERM
+        with pytest.raises(BrokenPipeError):
+            pipe.write(b"nobody reads\n")
+    assert b"the stage detok a failed" in err
+    assert not (tmp_path / "a.detok").exists()
+
+
+def test_two_at_once_in_a_folder_are_refused(start_lmtools, lmtools, own, tmp_path):
+    (tmp_path / "a.raw").unlink()
+    os.mkfifo(tmp_path / "a.raw")
+    running = start_lmtools(*own)
+    with open(tmp_path / "a.raw", "wb"):
+        ran = lmtools(*own)
+        running.terminate()
+        running.communicate(timeout=60)
+    assert ran.code == 1
+    assert f"{tmp_path}: another reproduce is at work here" in ran.err
+
+
+def test_dry_run_writes_nothing(lmtools, own, tmp_path):
+    ran = lmtools("reproduce", "megatron-11b", "--workdir", tmp_path / "new", "--dry-run")
+    assert ran.code == 0
+    assert not (tmp_path / "new").exists()
+    assert (
+        "[1/12] text: to do, 192.0 MB to download, 540.0 MB on the disk\n$ lmtools download wikitext-103-raw\n"
+        in ran.out
+    )
+    assert ran.out.count("$ lmtools eval wikitext103-bin --path megatron_11b --gen-subset ") == 2
+
+    for name in ("a.detok", "a.json"):
+        (tmp_path / name).touch()
+    document = json.loads(lmtools(*own, "--dry-run", "--json").out)
+    assert [stage["outputs_there"] for stage in document["stages"]] == [True, False]
+    assert document["disk_bytes"] == 10
+
+
+def test_shown_recipe_is_one_to_run(lmtools, tmp_path):
+    (tmp_path / "copy.toml").write_text(lmtools("reproduce", "megatron-11b", "--show").out)
+    ran = lmtools("reproduce", tmp_path / "copy.toml", "--dry-run", "--workdir", tmp_path)
+    assert ran.code == 0
+    assert lmtools("reproduce", "megatron-11b", "--set", "context_window").code == 2
+
+
+def test_files_of_a_checkpoint(tmp_path):
+    for name in ("model-model_part-0.pt", "model-model_part-1.pt", "dict.txt"):
+        (tmp_path / name).touch()
+    assert len(files_of(tmp_path)) == 3
+    assert [path.name for path in files_of(tmp_path / "dict.txt")] == ["dict.txt"]
+    assert [path.name for path in files_of(tmp_path / "model.pt")] == ["model-model_part-0.pt", "model-model_part-1.pt"]
+    assert files_of(tmp_path / "nothing.pt") == []
