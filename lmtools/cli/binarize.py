@@ -17,8 +17,8 @@ from lmtools.cli.options import (
     print_json,
     progress_bar,
     say,
-    useful_workers,
 )
+from lmtools.cli.text_workers import SchedulerOption, absolute_names, text_workers
 
 if TYPE_CHECKING:
     from lmtools.preprocess.binarize import Binarized
@@ -53,6 +53,7 @@ def binarize(
     ] = True,
     dataset_impl: Annotated[str, typer.Option("--dataset-impl", help="As in fairseq; mmap is the only one.")] = "mmap",
     workers: WorkersOption = 1,
+    scheduler: SchedulerOption = None,
     skip_unchanged: SkipUnchangedOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -73,10 +74,14 @@ def binarize(
     from lmtools.preprocess.binarize import BinarizeJob, DictionaryRules, find_unchanged, name_splits
     from lmtools.preprocess.binarize import binarize as make
 
+    splits = {} if dict_only else name_splits(trainpref, validpref, testpref)
+    dictionary_source, folder, *texts = absolute_names(
+        [srcdict or trainpref or "", str(destdir), *splits.values()], scheduler
+    )
     job = BinarizeJob(
-        splits={} if dict_only else name_splits(trainpref, validpref, testpref),
-        destdir=destdir,
-        dictionary_source=srcdict or trainpref or "",
+        splits=dict(zip(splits, texts, strict=True)),
+        destdir=Path(folder),
+        dictionary_source=dictionary_source,
         rules=None if srcdict else DictionaryRules(thresholdsrc, nwordssrc, padding_factor),
     )
     result = find_unchanged(job) if skip_unchanged else None
@@ -84,12 +89,16 @@ def binarize(
     if skipped:
         say(f"{destdir}: unchanged, skipped")
     if result is None:
-        with progress_bar("binarize", total=input_bytes(job.texts())) as progress:
-            result = make(job, workers=useful_workers(workers), progress=progress)
+        reads = [*texts, dictionary_source]
+        with (
+            text_workers(workers, scheduler, reads=reads, writes=[str(job.destdir / "dict.txt")]) as chosen,
+            progress_bar("binarize", total=input_bytes(job.texts())) as progress,
+        ):
+            result = make(job, **chosen, progress=progress)
     _warn_of_unknown_words(job.splits, result)
     if as_json:
-        splits = {name: {"text": text, **asdict(result.splits[name])} for name, text in job.splits.items()}
-        print_json({"destdir": str(destdir), "num_types": result.num_types, "splits": splits, "skipped": skipped})
+        of_splits = {name: {"text": text, **asdict(result.splits[name])} for name, text in job.splits.items()}
+        print_json({"destdir": str(destdir), "num_types": result.num_types, "splits": of_splits, "skipped": skipped})
         return
     print(f"{destdir / 'dict.txt'}: {result.num_types:,} types")
     for name, counts in result.splits.items():

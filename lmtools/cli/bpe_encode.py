@@ -16,8 +16,8 @@ from lmtools.cli.options import (
     progress_bar,
     report_to,
     say,
-    useful_workers,
 )
+from lmtools.cli.text_workers import SchedulerOption, absolute_names, text_workers
 
 if TYPE_CHECKING:
     from lmtools.preprocess.bpe import BpeCounts
@@ -40,6 +40,7 @@ def bpe_encode(
     vocab_bpe: VocabBpeOption = None,
     keep_empty: Annotated[bool, typer.Option("--keep-empty", help="Keep empty lines.")] = False,
     workers: WorkersOption = 1,
+    scheduler: SchedulerOption = None,
     skip_unchanged: SkipUnchangedOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -48,7 +49,7 @@ def bpe_encode(
     A line becomes its ids, with a space between them. Empty lines are left out, of all files together if there are
     several. Without --inputs and --outputs it is a filter.
     """
-    sources, targets = inputs or ["-"], outputs or ["-"]
+    sources, targets = (absolute_names(names or ["-"], scheduler) for names in (inputs, outputs))
     report = report_to(targets, as_json=as_json)
 
     from lmtools.preprocess.bpe import bpe_encode as encode
@@ -57,21 +58,19 @@ def bpe_encode(
     from lmtools.preprocess.transform import require_pairs
 
     require_pairs(sources, targets)
-    vocabulary = find_vocabulary(encoder_json, vocab_bpe)
+    files = (name and absolute_names([name], scheduler)[0] for name in (encoder_json, vocab_bpe))
+    vocabulary = find_vocabulary(*files)
     found = find_encoded(sources, targets, vocabulary=vocabulary, keep_empty=keep_empty) if skip_unchanged else None
     if found is not None:
         say(f"{', '.join(targets)}: unchanged, skipped")
         counts = found
     else:
-        with progress_bar("bpe-encode", total=input_bytes(sources)) as progress:
-            counts = encode(
-                sources,
-                targets,
-                vocabulary=vocabulary,
-                keep_empty=keep_empty,
-                workers=useful_workers(workers),
-                progress=progress,
-            )
+        reads = [*sources, str(vocabulary.encoder_json), str(vocabulary.vocab_bpe)]
+        with (
+            text_workers(workers, scheduler, reads=reads, writes=targets) as chosen,
+            progress_bar("bpe-encode", total=input_bytes(sources)) as progress,
+        ):
+            counts = encode(sources, targets, vocabulary=vocabulary, keep_empty=keep_empty, **chosen, progress=progress)
     if as_json:
         outputs_json = [_describe(target, of_target) for target, of_target in zip(targets, counts, strict=True)]
         print_json({"outputs": outputs_json, "skipped": found is not None})

@@ -17,8 +17,8 @@ from lmtools.cli.options import (
     progress_bar,
     report_to,
     say,
-    useful_workers,
 )
+from lmtools.cli.text_workers import SchedulerOption, absolute_names, text_workers
 from lmtools.files import COMPRESSED_SUFFIXES, STDIO
 
 
@@ -35,6 +35,7 @@ def detok(
         Path | None, typer.Option("--output-dir", help="Folder for NAME.detok of each input, made if it is not there.")
     ] = None,
     workers: WorkersOption = 1,
+    scheduler: SchedulerOption = None,
     skip_unchanged: SkipUnchangedOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -43,7 +44,7 @@ def detok(
     Lossy by design: `me @ home` becomes `me home`, `x = y` becomes `x=y`. The counts of the original text, by which
     WikiText's perplexity is normalised, are kept in OUTPUT.meta.json.
     """
-    sources, targets = _name_outputs(paths, output_dir)
+    sources, targets = _name_outputs(absolute_names(paths, scheduler), output_dir)
     report = report_to(targets, as_json=as_json)
 
     from lmtools.preprocess.detok import detok as detokenise
@@ -51,25 +52,26 @@ def detok(
     from lmtools.preprocess.transform import require_pairs
 
     require_pairs(sources, targets)
-    processes = useful_workers(workers)
     described = []
-    for source, target in zip(sources, targets, strict=True):
-        found = find_detokenized(source, target) if skip_unchanged else None
-        if found is not None:
-            say(f"{target}: unchanged, skipped")
-            done = found
-        else:
-            with progress_bar("detok", total=input_bytes([source])) as progress:
-                done = detokenise(source, target, workers=processes, progress=progress)
-        original = done.original
-        described.append(
-            {"path": target, **asdict(done.counts), "original": asdict(original), "skipped": found is not None}
-        )
-        if not as_json:
-            report(
-                f"{target}: {done.counts.lines:,} lines, {done.counts.words:,} words; original {original.path}: "
-                f"{original.lines:,} lines, {original.words:,} words, {original.tokens:,} tokens (words + line ends)"
+    with text_workers(workers, scheduler, reads=sources, writes=targets) as chosen:
+        for source, target in zip(sources, targets, strict=True):
+            found = find_detokenized(source, target) if skip_unchanged else None
+            if found is not None:
+                say(f"{target}: unchanged, skipped")
+                done = found
+            else:
+                with progress_bar("detok", total=input_bytes([source])) as progress:
+                    done = detokenise(source, target, **chosen, progress=progress)
+            original = done.original
+            described.append(
+                {"path": target, **asdict(done.counts), "original": asdict(original), "skipped": found is not None}
             )
+            if not as_json:
+                report(
+                    f"{target}: {done.counts.lines:,} lines, {done.counts.words:,} words; original {original.path}: "
+                    f"{original.lines:,} lines, {original.words:,} words, "
+                    f"{original.tokens:,} tokens (words + line ends)"
+                )
     if as_json:
         print_json({"outputs": described})
 

@@ -144,7 +144,8 @@ def binarize(
         plain = {text: stack.enter_context(plain_file(text, scratch)) for text in dict.fromkeys(job.texts())}
         made_from = {text: read_manifest(text) for text in plain}
         pool = executor or stack.enter_context(worker_pool(workers, preload=[encode.__name__]))
-        shop = _Workshop(job, plain, scratch, workers, pool, progress)
+        own = pool if executor is None else stack.enter_context(worker_pool(1))
+        shop = _Workshop(job, plain, scratch, workers, pool, own, progress)
 
         num_types = _make_dictionary(shop)
         _require_one_dictionary(job, scratch)
@@ -158,13 +159,17 @@ def binarize(
 
 @dataclass(frozen=True)
 class _Workshop:
-    """What the steps of one run share: the job, its texts as plain files, where parts go, and the workers."""
+    """What the steps of one run share: the job, its texts as plain files, where parts go, and the workers.
+
+    Tasks that use parts up are for `own`: they cannot run again, as a cluster may have them do.
+    """
 
     job: BinarizeJob
     plain: Mapping[str, Path]
     scratch: Path
     workers: int
     pool: Executor
+    own: Executor
     progress: Callable[[int], None]
 
     def cut(self, text: str, max_bytes: int) -> list[ByteRange]:
@@ -172,9 +177,10 @@ class _Workshop:
         share = self.plain[text].stat().st_size // (4 * self.workers)
         return cut_at_newlines(self.plain[text], min(max(share, _MIN_RANGE_BYTES), max_bytes), source=text)
 
-    def run(self, tasks: Sequence[Callable[[], T]]) -> Iterator[T]:
-        """Run tasks in the workers; their results in order."""
-        return run_ordered(partial(_call, self.job.destdir), tasks, workers=self.workers, executor=self.pool)
+    def run(self, tasks: Sequence[Callable[[], T]], *, once: bool = False) -> Iterator[T]:
+        """Run tasks in the workers, or in those of this machine that run each `once`; their results in order."""
+        executor = self.own if once else self.pool
+        return run_ordered(partial(_call, self.job.destdir), tasks, workers=self.workers, executor=executor)
 
 
 def _call(destdir: Path, task: Callable[[], T]) -> T:
@@ -204,7 +210,7 @@ def _make_dictionary(shop: _Workshop) -> int:
     counted = shop.run([partial(encode.count_words, text, part) for text, part in zip(ranges, parts, strict=True)])
     for text, _ in zip(ranges, counted, strict=True):
         shop.progress(text.num_bytes)
-    [num_types] = shop.run([partial(encode.build_dictionary, parts, dictionary, source, **asdict(rules))])
+    [num_types] = shop.run([partial(encode.build_dictionary, parts, dictionary, source, **asdict(rules))], once=True)
     return num_types
 
 
@@ -219,8 +225,8 @@ def _encode_splits(shop: _Workshop, num_types: int) -> dict[str, SplitCounts]:
     for (name, text, _), of_piece in zip(pieces, encoded, strict=True):
         counts[name] += of_piece
         shop.progress(text.num_bytes)
-    for _ in shop.run([partial(encode.assemble, parts[name], shop.scratch / name, num_types) for name in splits]):
-        pass
+    assembling = [partial(encode.assemble, parts[name], shop.scratch / name, num_types) for name in splits]
+    list(shop.run(assembling, once=True))
     return counts
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lmtools.errors import DataError
 from lmtools.files import disk_errors
 from lmtools.preprocess.gpt2_vocabulary import VocabularyFiles, check_vocabulary, read_vocabulary
-from lmtools.preprocess.lines import read_lines, read_text_lines
+from lmtools.preprocess.lines import read_lines, read_text_lines, write_part
 from lmtools.preprocess.transform import Piece, manifests_if_unchanged, transform, write_manifests
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _encode_piece(vocabulary: VocabularyFiles, keep_empty: bool, piece: Piece) -
     num_lines = num_dropped = 0
     num_tokens = [0] * len(piece.parts)
     with disk_errors(piece.output), ExitStack() as stack:
-        parts = [stack.enter_context(open(part, "wb", buffering=_WRITE_BYTES)) for part in piece.parts]
+        parts = [stack.enter_context(write_part(part, buffering=_WRITE_BYTES)) for part in piece.parts]
         for lines in zip(*map(read_text_lines, piece.inputs), strict=True):
             texts = [line.strip() for line in lines]
             if not keep_empty and not all(texts):
@@ -219,7 +219,7 @@ def _decode_piece(vocabulary: VocabularyFiles, piece: Piece) -> BpeCounts:
     [source], [part] = piece.inputs, piece.parts
     bytes_of = _decoder(vocabulary).__getitem__
     num_lines = num_tokens = 0
-    with disk_errors(piece.output), open(part, "wb", buffering=_WRITE_BYTES) as stream:
+    with disk_errors(piece.output), write_part(part, buffering=_WRITE_BYTES) as stream:
         for line in read_lines(source):
             ids = line.split()
             try:

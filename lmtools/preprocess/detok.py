@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from lmtools.artifacts import OriginalText
 from lmtools.files import disk_errors
-from lmtools.preprocess.lines import read_text_lines
+from lmtools.preprocess.lines import read_text_lines, write_part
 from lmtools.preprocess.transform import Piece, manifests_if_unchanged, transform, write_manifests
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _detok_piece(piece: Piece) -> tuple[TextCounts, TextCounts]:
     """Detokenise the lines of a piece into its part; returns the counts before and after."""
     [source], [part] = piece.inputs, piece.parts
     num_lines = raw_words = words = num_bytes = 0
-    with disk_errors(piece.output), open(part, "wb") as stream:
+    with disk_errors(piece.output), write_part(part) as stream:
         for line in read_text_lines(source):
             text = detokenize(line)
             num_bytes += stream.write(f"{text}\n".encode())

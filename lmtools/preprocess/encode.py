@@ -2,7 +2,8 @@ r"""What the workers of `binarize` do: count the words of some lines, look them 
 
 A line is what `\n` ends; its words are what stands between white space, Unicode's included, as in fairseq's
 `tokenize_line`. Each line becomes the indices of its words and one `</s>`; a word that the dictionary does not know
-becomes `<unk>`. Each function here is a task that reads files and writes files, so it can run in any process.
+becomes `<unk>`. Each function here is a task that reads files and writes files, so it can run in any process; those
+that put parts together use the parts up, and so run only once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lmtools.data.dictionary import SPECIAL_SYMBOLS, Dictionary
 from lmtools.data.indexed_writer import bin_path, idx_path, little_endian, token_typecode, write_index
 from lmtools.errors import DataError
 from lmtools.files import fsync_file
-from lmtools.preprocess.lines import ByteRange, join_parts, read_text_lines
+from lmtools.preprocess.lines import ByteRange, join_parts, read_text_lines, write_part
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class SplitCounts:
 def count_words(text: ByteRange, part: Path) -> None:
     """Count the words of a range and write the counts, as JSON, to `part`."""
     counts = Counter(chain.from_iterable(map(str.split, read_text_lines(text))))
-    part.write_text(json.dumps(counts, ensure_ascii=False), encoding="utf-8")
+    with write_part(part) as stream:
+        stream.write(json.dumps(counts, ensure_ascii=False).encode())
 
 
 def build_dictionary(
@@ -83,7 +85,8 @@ def build_dictionary(
 def copy_dictionary(source: str, path: Path) -> int:
     """Read a dictionary, write it to `path` as lmtools writes it, and return its number of types."""
     dictionary = Dictionary.load(source)
-    path.write_bytes(dictionary.to_bytes())
+    with write_part(path) as stream:
+        stream.write(dictionary.to_bytes())
     return len(dictionary)
 
 
@@ -117,8 +120,10 @@ def encode(text: ByteRange, dictionary: Path, num_types: int, part: Path) -> Spl
         tokens += map(lookup.__getitem__, words)
         tokens.append(Dictionary.eos_index)
         sizes.append(len(words) + 1)
-    bin_path(part).write_bytes(little_endian(token_typecode(num_types), tokens))
-    sizes_path(part).write_bytes(little_endian("i", sizes))
+    with write_part(bin_path(part)) as stream:
+        stream.write(little_endian(token_typecode(num_types), tokens))
+    with write_part(sizes_path(part)) as stream:
+        stream.write(little_endian("i", sizes))
     return SplitCounts(len(sizes), len(tokens), lookup.unk_tokens, lookup.replaced_tokens)
 
 

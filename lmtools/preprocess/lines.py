@@ -18,8 +18,9 @@ import itertools
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -170,7 +171,21 @@ def scratch_folder(output: str | Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
+        # Renamed first, so that a task that still runs on another machine makes no new file in it.
+        gone = folder.with_name(f"{folder.name}.gone")
+        with suppress(OSError):
+            folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def write_part(part: Path, *, buffering: int = -1) -> Iterator[BinaryIO]:
+    """Write a part so that it is complete or absent, though its task be run twice, on two machines at once."""
+    attempt = part.with_name(f"{part.name}.{uuid.uuid4().hex}")
+    with open(attempt, "wb", buffering=buffering) as stream:
+        yield stream
+    attempt.replace(part)
 
 
 @contextmanager

@@ -172,10 +172,11 @@ def _work(connection: Connection) -> None:
             fn, args, kwargs = connection.recv()
         except EOFError:
             return
-        connection.send(_answer(fn, args, kwargs))
+        connection.send(answer(fn, args, kwargs))
 
 
-def _answer(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, LmtoolsError | None]:
+def answer(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, LmtoolsError | None]:
+    """What a function returned, or why it did not: a bug becomes a WorkerError that carries the traceback."""
     try:
         return fn(*args, **kwargs), None
     except LmtoolsError as error:

@@ -58,6 +58,16 @@ def die(_: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_once(mark: Path) -> str:
+    """Kills its process, but for the second time."""
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return "again"
+    os.kill(os.getpid(), signal.SIGKILL)
+    return "never"
+
+
 def _work(output: str) -> None:
     with scratch_folder(output) as scratch:
         (scratch / "part").write_bytes(b"half of it")
