@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from lmtools.checkpoints.fairseq_config import model_settings, require_transformer_lm, transformer_lm_config
 from lmtools.checkpoints.fairseq_files import find_parts, require_all_parts
 from lmtools.checkpoints.lazy_tensor import LazyTensor, equal_values
+from lmtools.checkpoints.parts import drifted_replicas, dtypes_of_parts, read_from_parts, require_equal_replicas
 from lmtools.checkpoints.unpickle import plain, read_torch_file
 from lmtools.errors import CheckpointError
 from lmtools.models.architectures import TransformerLMConfig
@@ -45,6 +46,7 @@ class FairseqCheckpoint:
         plan: how the parameters are split over the parts.
     """
 
+    format: ClassVar[str] = "fairseq"
     paths: tuple[Path, ...]
     config: TransformerLMConfig
     settings: Mapping[str, Any]
@@ -73,25 +75,27 @@ class FairseqCheckpoint:
         Returns:
             A tensor of its own, in the dtype that the file stores.
         """
-        dim = split_of(name, self.plan).dim
-        if dim is None:
-            return self.parts[0][name].read_slice(slices)
-        pieces = []
-        offset = 0
-        for part in self.parts:
-            tensor = part[name]
-            length = tensor.shape[dim]
-            start = max(slices[dim].start - offset, 0)
-            stop = min(slices[dim].stop - offset, length)
-            if start < stop:
-                pieces.append(tensor.read_slice((*slices[:dim], slice(start, stop), *slices[dim + 1 :])))
-            offset += length
-        if not pieces:  # more ranks than rows: the last ones have none
-            return self.parts[0][name].read_slice((*slices[:dim], slice(0, 0), *slices[dim + 1 :]))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
+        return read_from_parts(self.parts, self.plan, name, slices)
 
-    def verify_part(self, part: int) -> None:
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of each tensor.
+
+        Raises:
+            CheckpointError: the parts differ in it.
+        """
+        return dtypes_of_parts(self.parts, self.paths)
+
+    def drifted(self, part: int) -> list[str]:
+        """Names of the replicated tensors of a part that differ from part 0's."""
+        return drifted_replicas(self.parts, self.plan, part)
+
+    def verify_part(self, part: int, *, allow_replica_drift: bool = False) -> None:
         """Check a part's bytes, and what must be equal: replicated tensors with part 0's, tied weights with each other.
+
+        Args:
+            part: which one.
+            allow_replica_drift: do not compare the replicated tensors.
 
         Raises:
             CheckpointError: names what is damaged or different, and the files.
@@ -99,13 +103,8 @@ class FairseqCheckpoint:
         tensors = self.parts[part]
         for storage in {tensor.storage.key: tensor.storage for tensor in tensors.values()}.values():
             storage.verify()
-        for name, tensor in tensors.items():
-            replicated = split_of(name, self.plan).dim is None
-            if replicated and part > 0 and not equal_values(tensor, self.parts[0][name]):
-                raise CheckpointError(
-                    f"{self.paths[part]}: {name} is replicated but differs from the one in {self.paths[0].name}; "
-                    "the parts are not of one training step"
-                )
+        if not allow_replica_drift:
+            require_equal_replicas(self.parts, self.plan, self.paths, part)
         tied = self.config.share_decoder_input_output_embed and _OUTPUT in tensors
         if tied and not equal_values(tensors[_OUTPUT], tensors[_EMBEDDING]):
             raise CheckpointError(
@@ -134,6 +133,7 @@ def open_fairseq(path: str | Path) -> FairseqCheckpoint:
     require_transformer_lm(settings, str(paths[0]))
     require_all_parts(paths, settings)
     parts = [_rename(content["model"], part) for part, content in zip(paths, contents, strict=True)]
+    _drop_added_rows(paths, parts, contents[0])
     config = transformer_lm_config(settings, _vocab_size(parts, paths), str(paths[0]))
     _require_shapes(paths, parts, config)
     return FairseqCheckpoint(tuple(paths), config, settings, tuple(parts), TRANSFORMER_LM)
@@ -169,6 +169,24 @@ def _rename(state: Mapping[str, Any], path: Path) -> dict[str, LazyTensor]:
             raise CheckpointError(f"{path}: unknown entry {key!r} in the model, expected tensors named decoder.*")
         tensors[name] = tensor
     return tensors
+
+
+def _drop_added_rows(paths: Sequence[Path], parts: Sequence[dict[str, LazyTensor]], content: Mapping[str, Any]) -> None:
+    """Leave out the rows that lmtools added to a vocabulary for parts of equal size; its record says how many stay."""
+    record = content.get("lmtools")
+    own_rows = record.get("vocab_size") if isinstance(record, Mapping) else None
+    if type(own_rows) is not int or own_rows < 1:
+        return
+    for name in (_EMBEDDING, _OUTPUT):
+        left = own_rows
+        for part in parts:
+            tensor = part.get(name)
+            if tensor is not None and len(tensor.shape) == 2:
+                rows = min(left, tensor.shape[0])
+                part[name] = replace(tensor, shape=(rows, tensor.shape[1]))
+                left -= rows
+        if left > 0 and name in parts[-1]:
+            raise CheckpointError(f"{paths[-1]}: {name} has {own_rows - left} rows over all parts, expected {own_rows}")
 
 
 def _vocab_size(parts: Sequence[Mapping[str, LazyTensor]], paths: Sequence[Path]) -> int:

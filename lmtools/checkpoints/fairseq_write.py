@@ -14,7 +14,9 @@ import argparse
 import math
 import uuid
 from collections import OrderedDict
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,13 @@ import torch
 from torch import Tensor
 
 from lmtools import __version__
+from lmtools.checkpoints.torch_file import StreamedTensor, write_torch_file
+from lmtools.checkpoints.weights import Progress, Weights, bytes_of, part_slices, shape_of, stream_bytes, weights_of
 from lmtools.errors import ConfigError
 from lmtools.files import atomic_directory, require_free_space
 from lmtools.models.architectures import TransformerLMConfig
-from lmtools.models.transformer_lm import TransformerLM
 from lmtools.parallel.parallelize import ReadSlice
-from lmtools.parallel.plans import TRANSFORMER_LM, shard_bounds, split_of
+from lmtools.parallel.plans import TRANSFORMER_LM, Split, split_of
 
 _DECODER_VERSION = 3.0
 """fairseq drops the final LayerNorm of a decoder that says less than 3, or nothing."""
@@ -43,8 +46,6 @@ def write_fairseq_parts(
     stem: str = "model",
 ) -> list[Path]:
     """Write a model as fairseq would have saved it, without an optimizer's state. The folder is complete or absent.
-
-    One part at a time is in memory, and of that, one tensor twice.
 
     Args:
         folder: the checkpoint's folder, which must not exist or be empty.
@@ -62,67 +63,119 @@ def write_fairseq_parts(
         LmtoolsError: the folder has content, or the disk is full or may not be written.
     """
     folder = Path(folder)
+    weights = weights_of(config, read, dtype)
     _require_equal_parts(config, num_parts)
-    with torch.device("meta"):
-        shapes = {name: tuple(parameter.shape) for name, parameter in TransformerLM(config).named_parameters()}
-    names = [f"{stem}.pt"] if num_parts == 1 else [f"{stem}-model_part-{part}.pt" for part in range(num_parts)]
-    origin = {"version": __version__, "set_id": uuid.uuid4().hex}
     with atomic_directory(folder) as temporary:
-        require_free_space(temporary, num_parts * _part_bytes(shapes, num_parts, dtype), str(folder))
-        for part, name in enumerate(names):
-            content = {
-                **_options(config, num_parts, part),
-                "model": _state_dict(config, shapes, read, num_parts, part, dtype),
-                **_progress(),
-                "lmtools": origin,
-            }
-            torch.save(content, temporary / name)
+        num_bytes = num_parts * sum(
+            math.prod(shape_of(part_slices(name, shape, TRANSFORMER_LM, num_parts, 0))) * dtype.itemsize
+            for name, shape in weights.shapes.items()
+        )
+        require_free_space(temporary, num_bytes, str(folder))
+        paths = write_fairseq(temporary, weights, num_parts=num_parts, origin={}, stem=stem)
+    return [folder / path.name for path in paths]
+
+
+def write_fairseq(
+    folder: Path,
+    weights: Weights,
+    *,
+    num_parts: int,
+    origin: Mapping[str, Any],
+    progress: Progress = lambda num_bytes: None,
+    stem: str = "model",
+) -> list[Path]:
+    """Write the files of a checkpoint into an existing folder; a few megabytes of it are in memory.
+
+    fairseq needs parts of equal size. A vocabulary that the parts do not divide is given rows of zeros at its end; each
+    part says how many rows are the model's own, and lmtools leaves the others out when it reads them.
+
+    Args:
+        folder: where the files go.
+        weights: the model.
+        num_parts: how many model-parallel ranks the files are for.
+        origin: what it was made from, plain data.
+        progress: called with the number of bytes that were just written.
+        stem: the files' common name.
+
+    Returns:
+        The files, in rank order.
+
+    Raises:
+        ConfigError: the heads or the feed-forward layer do not divide.
+    """
+    config = weights.config
+    _require_equal_parts(config, num_parts)
+    vocab_size = padded_vocab_size(config.vocab_size, num_parts)
+    weights = _with_rows(weights, vocab_size)
+    names = [f"{stem}.pt"] if num_parts == 1 else [f"{stem}-model_part-{part}.pt" for part in range(num_parts)]
+    record = {"version": __version__, "set_id": uuid.uuid4().hex, "vocab_size": config.vocab_size, "origin": dict(origin)}
+    for part, name in enumerate(names):
+        content = {
+            **_options(config, num_parts, part),
+            "model": _state_dict(weights, num_parts, part, progress),
+            **_progress(),
+            "lmtools": record,
+        }
+        write_torch_file(folder / name, content)
     return [folder / name for name in names]
+
+
+def padded_vocab_size(vocab_size: int, num_parts: int) -> int:
+    """Rows of the embedding over all parts in fairseq's layout: a multiple of the number of parts."""
+    return -(-vocab_size // num_parts) * num_parts
 
 
 def _require_equal_parts(config: TransformerLMConfig, num_parts: int) -> None:
     for what, length in (
         ("attention heads", config.decoder_attention_heads),
         ("units of the feed-forward", config.decoder_ffn_embed_dim),
-        ("rows of the vocabulary", config.vocab_size),
     ):
         if num_parts < 1 or length % num_parts:
             raise ConfigError(f"{num_parts} parts: do not divide the model's {length} {what}, as fairseq needs them to")
 
 
-def _part_slices(name: str, shape: tuple[int, ...], num_parts: int, part: int) -> tuple[slice, ...]:
-    slices = [slice(0, length) for length in shape]
-    dim = split_of(name, TRANSFORMER_LM).dim
-    if dim is not None:
-        slices[dim] = slice(*shard_bounds(shape[dim], num_parts, part))
-    return tuple(slices)
+def _with_rows(weights: Weights, vocab_size: int) -> Weights:
+    """The same model with rows of zeros after those of its vocabulary."""
+    own_rows = weights.config.vocab_size
+    if vocab_size == own_rows:
+        return weights
+
+    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
+        rows = slices[0]
+        if split_of(name, TRANSFORMER_LM) is not Split.VOCABULARY or rows.stop <= own_rows:
+            return weights.read(name, slices)
+        own = weights.read(name, (slice(min(rows.start, own_rows), own_rows), *slices[1:]))
+        return torch.cat([own, own.new_zeros(rows.stop - max(rows.start, own_rows), *own.shape[1:])])
+
+    shapes = {
+        name: (vocab_size, *shape[1:]) if split_of(name, TRANSFORMER_LM) is Split.VOCABULARY else shape
+        for name, shape in weights.shapes.items()
+    }
+    return replace(weights, shapes=shapes, read=read)
 
 
-def _part_bytes(shapes: dict[str, tuple[int, ...]], num_parts: int, dtype: torch.dtype) -> int:
-    num_elements = 0
-    for name, shape in shapes.items():
-        num_elements += math.prod(piece.stop - piece.start for piece in _part_slices(name, shape, num_parts, 0))
-    return num_elements * dtype.itemsize
-
-
-def _state_dict(
-    config: TransformerLMConfig,
-    shapes: dict[str, tuple[int, ...]],
-    read: ReadSlice,
-    num_parts: int,
-    part: int,
-    dtype: torch.dtype,
-) -> OrderedDict[str, Tensor]:
+def _state_dict(weights: Weights, num_parts: int, part: int, progress: Progress) -> OrderedDict[str, StreamedTensor]:
     """One part's tensors under fairseq's names; a tied output projection has none, as in 2020."""
-    state = OrderedDict({"decoder.version": torch.tensor([_DECODER_VERSION])})
+    config = weights.config
+    state = OrderedDict({"decoder.version": _small(torch.tensor([_DECODER_VERSION]))})
     if not (config.decoder_learned_pos or config.no_token_positional_embeddings):
         # Positions are computed; a buffer of one number tells the device, and fairseq of 2020 insists on it.
-        state["decoder.embed_positions._float_tensor"] = torch.zeros(1)
-    for name, shape in shapes.items():
-        piece = read(name, _part_slices(name, shape, num_parts, part))
-        # A copy, so that no storage is written that is larger than its tensor.
-        state[f"decoder.{name}"] = torch.empty(piece.shape, dtype=dtype).copy_(piece)
+        state["decoder.embed_positions._float_tensor"] = _small(torch.zeros(1))
+    for name, shape in weights.shapes.items():
+        slices = part_slices(name, shape, TRANSFORMER_LM, num_parts, part)
+        chunks = partial(_counted, weights, name, slices, progress)
+        state[f"decoder.{name}"] = StreamedTensor(weights.dtypes[name], shape_of(slices), chunks)
     return state
+
+
+def _counted(weights: Weights, name: str, slices: tuple[slice, ...], progress: Progress) -> Iterator[memoryview]:
+    for chunk in stream_bytes(weights, name, slices):
+        yield chunk
+        progress(chunk.nbytes)
+
+
+def _small(tensor: Tensor) -> StreamedTensor:
+    return StreamedTensor(tensor.dtype, tuple(tensor.shape), lambda: [bytes_of(tensor)])
 
 
 def _options(config: TransformerLMConfig, num_parts: int, part: int) -> dict[str, Any]:

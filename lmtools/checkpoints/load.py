@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lmtools.checkpoints.fairseq import FairseqCheckpoint, open_fairseq
 from lmtools.checkpoints.huggingface_read import HuggingFaceCheckpoint, is_huggingface, open_huggingface
+from lmtools.checkpoints.safetensors import SafetensorsCheckpoint, find_manifest, open_safetensors
 from lmtools.checkpoints.training import is_training_checkpoint
 from lmtools.checkpoints.training_read import TrainingCheckpoint, open_training
 from lmtools.data.dictionary import Dictionary
@@ -23,8 +24,8 @@ from lmtools.parallel.mesh import Mesh
 from lmtools.parallel.parallelize import materialize, parallelize, without_memory
 from lmtools.parallel.plans import TRANSFORMER_LM, shard_bounds
 
-Checkpoint: TypeAlias = FairseqCheckpoint | TrainingCheckpoint | HuggingFaceCheckpoint
-"""What all checkpoints have: `paths`, `config`, `num_parts`, `identity`, `read`, `verify_part`."""
+Checkpoint: TypeAlias = FairseqCheckpoint | SafetensorsCheckpoint | TrainingCheckpoint | HuggingFaceCheckpoint
+"""What all have: `format`, `paths`, `config`, `num_parts`, `dtypes`, `identity`, `read`, `verify_part`, `drifted`."""
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -33,6 +34,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     Args:
         path: a training checkpoint's folder, transformers' folder of an XGLM or GPT-2 model, or what `open_fairseq`
             takes.
+        path: a training checkpoint's folder, a safetensors set's or a file of it, or what `open_fairseq` takes.
 
     Raises:
         CheckpointError: it is not there, not complete, or not one that lmtools reads.
@@ -41,6 +43,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return open_training(path)
     if is_huggingface(path):
         return open_huggingface(path)
+    if find_manifest(path) is not None or Path(path).suffix == ".safetensors":
+        return open_safetensors(path)
     of_a_run = [name for name in ("checkpoint_best", "checkpoint_last") if is_training_checkpoint(Path(path) / name)]
     if of_a_run:
         raise CheckpointError(f"{path}: holds the checkpoints of a training run; name one, as {path}/{of_a_run[0]}")

@@ -43,6 +43,7 @@ COMMANDS = {
     "renorm-ppl": Command("renorm_ppl:renorm_ppl", "Express a perplexity per token of the original text."),
     "renormalize-ppl": Command("renorm_ppl:renorm_ppl", ""),
     "reproduce": Command("reproduce:reproduce", "Make a published perplexity again, from the download to the number."),
+    "reshard": Command("reshard:reshard", "Write a checkpoint in another number of parts or format."),
     "train": Command("train:command", "Train a language model, split and replicated over workers."),
 }
 

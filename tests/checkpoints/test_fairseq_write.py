@@ -120,9 +120,24 @@ def test_parts_of_unequal_size_are_refused(tmp_path, num_parts, problem):
     assert not (tmp_path / "checkpoint").exists()
 
 
-def test_a_vocabulary_that_does_not_divide_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="145 rows of the vocabulary"):
-        write(tmp_path / "checkpoint", replace(MEGATRON, vocab_size=145), 2)
+def test_rows_added_for_parts_of_equal_size_are_zeros_and_left_out_when_read(tmp_path):
+    config = replace(MEGATRON, vocab_size=146)
+    paths = write(tmp_path / "checkpoint", config, 4)
+    embeddings = [read_torch_file(path).content["model"]["decoder.embed_tokens.weight"].read() for path in paths]
+    whole = torch.cat(embeddings)
+    assert [len(rows) for rows in embeddings] == [37, 37, 37, 37]
+    assert torch.equal(whole[:146], parameters_of(config)["embed_tokens.weight"])
+    assert not whole[146:].any()
+    assert open_fairseq(tmp_path / "checkpoint").config.vocab_size == 146
+
+
+def test_torch_loads_what_was_streamed_mapped_or_not(tmp_path):
+    [path] = write(tmp_path / "checkpoint", MEGATRON, 1, torch.bfloat16)
+    for content in (torch.load(path), torch.load(path, mmap=True)):
+        for name, value in parameters_of(MEGATRON).items():
+            loaded = content["model"][f"decoder.{name}"]
+            assert torch.equal(loaded, value.bfloat16()), name
+            assert loaded.untyped_storage().data_ptr() % 64 == 0
 
 
 def test_a_failure_half_way_leaves_nothing(tmp_path):
