@@ -120,35 +120,20 @@ def test_a_folder_with_content_is_left_alone(golden, tmp_path):
     assert (tmp_path / "kept").read_text() == "mine"
 
 
-def parts_with(tmp_path: Path, change: str, value: float = 3.0) -> Path:
-    """Two parts of which the second was saved with one element changed, by someone who knew how."""
-    for part in range(2):
-        values = random_values(MANY_HEADS)
-        if part == 1:
-            values[change].view(-1)[-1] = value
-        write_fairseq_parts(
-            tmp_path / f"from{part}",
-            MANY_HEADS,
-            lambda name, at, v=values: v[name][at],
-            num_parts=2,
-            dtype=torch.float32,
-        )
-    for part in range(2):
-        name = f"model-model_part-{part}.pt"
-        content = torch.load(tmp_path / f"from{part}" / name, weights_only=False)
-        del content["lmtools"]  # its set id would tell them apart already
-        (tmp_path / "source").mkdir(exist_ok=True)
-        torch.save(content, tmp_path / "source" / name)
-    return tmp_path / "source"
-
-
 def test_replicated_tensors_that_differ_are_an_error_unless_allowed(tmp_path):
-    source = parts_with(tmp_path, "layers.0.fc2.bias")
+    config = replace(MANY_HEADS, vocab_size=160)
+    first, second = write_random(tmp_path / "source", config, 2)
+    content = torch.load(second, weights_only=False)
+    content["model"]["decoder.layers.0.fc2.bias"][-1] = 3.0
+    torch.save(content, second)
     with pytest.raises(CheckpointError, match=r"part-1\.pt: layers\.0\.fc2\.bias is replicated but differs"):
-        reshard(source, tmp_path / "set", num_parts=1, format="safetensors")
-    result = reshard(source, tmp_path / "set", num_parts=1, format="safetensors", allow_replica_drift=True, verify=True)
+        reshard(first.parent, tmp_path / "set", num_parts=1, format="safetensors")
+    assert not (tmp_path / "set").exists()
+    result = reshard(
+        first.parent, tmp_path / "set", num_parts=1, format="safetensors", allow_replica_drift=True, verify=True
+    )
     assert result["replica_drift"] == ["layers.0.fc2.bias"]
-    assert same_bits(values_of(open_checkpoint(tmp_path / "set")), random_values(MANY_HEADS))
+    assert same_bits(values_of(open_checkpoint(tmp_path / "set")), random_values(config))
 
 
 def test_damage_is_found_before_anything_is_written(golden, tmp_path):
