@@ -108,7 +108,8 @@ def write_fairseq(
     vocab_size = padded_vocab_size(config.vocab_size, num_parts)
     weights = _with_rows(weights, vocab_size)
     names = [f"{stem}.pt"] if num_parts == 1 else [f"{stem}-model_part-{part}.pt" for part in range(num_parts)]
-    record = {"version": __version__, "set_id": uuid.uuid4().hex, "vocab_size": config.vocab_size, "origin": dict(origin)}
+    record: dict[str, Any] = {"version": __version__, "set_id": uuid.uuid4().hex, "vocab_size": config.vocab_size}
+    record["origin"] = dict(origin)
     for part, name in enumerate(names):
         content = {
             **_options(config, num_parts, part),

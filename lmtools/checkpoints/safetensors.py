@@ -21,17 +21,14 @@ but the last parts may have fewer rows of the vocabulary. The manifest:
       "origin": {"format": "fairseq", "num_parts": 4, "files": [{"path": ..., "num_bytes": ..., "sha256": ...}], ...}
     }
 
-A file is: u64 length of a header, the header (JSON: name to dtype, shape and data_offsets), and the tensors' bytes.
-Source: https://github.com/huggingface/safetensors (format).
+The files' own byte table is in `safetensors_files.py`.
 """
 
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,8 +36,9 @@ import torch
 from torch import Tensor
 
 from lmtools.checkpoints.fairseq_config import transformer_lm_config
-from lmtools.checkpoints.lazy_tensor import LazyTensor, Storage
+from lmtools.checkpoints.lazy_tensor import LazyTensor
 from lmtools.checkpoints.parts import drifted_replicas, dtypes_of_parts, read_from_parts, require_equal_replicas
+from lmtools.checkpoints.safetensors_files import DTYPES, METADATA, read_header, read_safetensors
 from lmtools.checkpoints.weights import part_slices, shape_of
 from lmtools.errors import CheckpointError
 from lmtools.models.architectures import TransformerLMConfig
@@ -52,22 +50,6 @@ MANIFEST_NAME = "model.json"
 FORMAT = "lmtools-model"
 FORMAT_VERSION = 1
 SET_ID = "lmtools_set_id"
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""The format's name of each dtype that lmtools reads."""
-
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 @dataclass(frozen=True)
@@ -183,64 +165,6 @@ def open_safetensors(path: str | Path) -> SafetensorsCheckpoint:
     return SafetensorsCheckpoint(tuple(paths), config, manifest, tuple(parts))
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """A safetensors file's header, `__metadata__` included, and the byte where the tensors begin.
-
-    Raises:
-        CheckpointError: it is not there, not such a file, or cut short.
-    """
-    try:
-        size = path.stat().st_size
-        with open(path, "rb") as stream:
-            beginning = stream.read(8)
-            length = struct.unpack("<Q", beginning)[0] if len(beginning) == 8 else 0
-            if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
-                raise CheckpointError(
-                    f"{path}: {size:,} bytes with a header of {length:,}; cut short, or not a safetensors file"
-                )
-            header = json.loads(stream.read(length))
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: its header is not JSON; it is damaged, or not a safetensors file") from error
-    if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
-        raise CheckpointError(f"{path}: its header is not a table of tensors; it is damaged")
-    return header, 8 + length
-
-
-def lazy_tensors(path: Path, crc32: Mapping[str, int | None]) -> dict[str, LazyTensor]:
-    """All tensors of a safetensors file, in its order.
-
-    Args:
-        path: the file.
-        crc32: checksum of each tensor's bytes, where it is known.
-
-    Raises:
-        CheckpointError: it is not such a file, is cut short, or its header contradicts itself.
-    """
-    header, begin = read_header(path)
-    size = path.stat().st_size
-    tensors = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-            start, stop = entry["data_offsets"]
-            if not 0 <= start <= stop or stop - start != prod(shape) * dtype.itemsize:
-                raise ValueError(f"{stop - start} bytes")
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path}: the entry of {name} in its header is wrong ({error!r})") from error
-        if begin + stop > size:
-            raise CheckpointError(
-                f"{path}: ends at byte {size:,}, before {name} does at {begin + stop:,}; it is cut short"
-            )
-        storage = Storage(path, name, dtype, stop - start, begin + start, crc32.get(name))
-        strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        tensors[name] = LazyTensor(dtype, shape, strides, 0, storage)
-    return tensors
-
-
 def _require_tensors(
     tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], num_parts: int, where: Path
 ) -> None:
@@ -269,15 +193,15 @@ def _open_part(
 ) -> dict[str, LazyTensor]:
     if not path.is_file():
         raise CheckpointError(f"{path}: part {part} of {len(manifest['parts'])} is missing")
-    header, _ = read_header(path)
-    if header.get("__metadata__", {}).get(SET_ID) != manifest["set_id"]:
+    metadata = read_header(path)[0].get(METADATA)
+    if not isinstance(metadata, dict) or metadata.get(SET_ID) != manifest["set_id"]:
         raise CheckpointError(f"{path}: belongs to another set than {MANIFEST_NAME}; keep sets apart")
     if path.stat().st_size != record.get("num_bytes"):
         raise CheckpointError(
             f"{path}: has {path.stat().st_size:,} bytes, its manifest says {record.get('num_bytes')!r}; "
             "cut short or damaged, fetch it again"
         )
-    tensors = lazy_tensors(path, {name: int(entry["crc32"][part], 16) for name, entry in manifest["tensors"].items()})
+    tensors = read_safetensors(path)
     for name in sorted(shapes.keys() ^ tensors.keys()):
         raise CheckpointError(f"{path}: {name} is {'missing' if name in shapes else 'no parameter of the model'}")
     for name, shape in shapes.items():
@@ -286,4 +210,5 @@ def _open_part(
             raise CheckpointError(
                 f"{path}: {name} is {tensors[name].dtype} of shape {tensors[name].shape}, not as its manifest says"
             )
+        tensors[name].storage.crc32 = int(manifest["tensors"][name]["crc32"][part], 16)
     return tensors

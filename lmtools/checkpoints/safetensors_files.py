@@ -22,7 +22,7 @@ from torch import Tensor
 from lmtools.checkpoints.lazy_tensor import LazyTensor, Storage
 from lmtools.errors import CheckpointError
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -34,13 +34,13 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own bound
-_METADATA = "__metadata__"
+METADATA = "__metadata__"
 
 
-def read_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """Open a file: names, types and shapes are read, values are not.
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """What a file says of its tensors, `__metadata__` included, and the byte where their values begin.
 
     Raises:
         CheckpointError: it is missing, cut short, or not of the format.
@@ -50,7 +50,10 @@ def read_safetensors(path: Path) -> dict[str, LazyTensor]:
         with open(path, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if not 2 <= length <= min(_MAX_HEADER_BYTES, num_bytes - 8):
-                raise CheckpointError(f"{path}: not a safetensors file (a header of {length:,} bytes); fetch it again")
+                raise CheckpointError(
+                    f"{path}: not a safetensors file, or cut short ({num_bytes:,} bytes, a header of {length:,}); "
+                    "fetch it again"
+                )
             header = json.loads(stream.read(length))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
@@ -58,13 +61,23 @@ def read_safetensors(path: Path) -> dict[str, LazyTensor]:
         raise CheckpointError(f"{path}: not a safetensors file ({error}); fetch it again") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: not a safetensors file (its header is no object); fetch it again")
-    first = 8 + length
-    return {name: _tensor(path, name, entry, first, num_bytes) for name, entry in header.items() if name != _METADATA}
+    return header, 8 + length
+
+
+def read_safetensors(path: Path) -> dict[str, LazyTensor]:
+    """Open a file: names, types and shapes are read, values are not.
+
+    Raises:
+        CheckpointError: it is missing, cut short, or not of the format.
+    """
+    header, first = read_header(path)
+    num_bytes = path.stat().st_size
+    return {name: _tensor(path, name, entry, first, num_bytes) for name, entry in header.items() if name != METADATA}
 
 
 def _tensor(path: Path, name: str, entry: Any, first: int, file_bytes: int) -> LazyTensor:
     try:
-        dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+        dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
         if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
             raise ValueError("a size or offset is no whole number")
         if end - begin != math.prod(shape) * dtype.itemsize:
@@ -78,6 +91,24 @@ def _tensor(path: Path, name: str, entry: Any, first: int, file_bytes: int) -> L
     stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     storage = Storage(path, name, dtype, end - begin, offset=first + begin)
     return LazyTensor(dtype, shape, tuple(stride), 0, storage)
+
+
+def encode_header(
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    metadata: Mapping[str, str] | None = None,
+) -> bytes:
+    """All that comes before the values of tensors, which follow in the order of `shapes`."""
+    # transformers loads a file only if it says that it is of PyTorch's tensors.
+    header: dict[str, Any] = {METADATA: {"format": "pt", **(metadata or {})}}
+    begin = 0
+    for name, shape in shapes.items():
+        end = begin + math.prod(shape) * dtypes[name].itemsize
+        header[name] = {"dtype": NAMES[dtypes[name]], "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    encoded = json.dumps(header, separators=(",", ":")).encode("utf-8")
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded
 
 
 def write_safetensors(
@@ -97,16 +128,7 @@ def write_safetensors(
         dtype: what they are converted to.
         progress: called with the number of bytes that were just written.
     """
-    # transformers loads a file only if it says that it is of PyTorch's tensors.
-    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
-    begin = 0
-    for name, shape in shapes.items():
-        end = begin + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        begin = end
-    encoded = json.dumps(header, separators=(",", ":")).encode("utf-8")
-    encoded += b" " * (-len(encoded) % 8)
-    stream.write(len(encoded).to_bytes(8, "little") + encoded)
+    stream.write(encode_header(shapes, dict.fromkeys(shapes, dtype)))
     for name, shape in shapes.items():
         tensor = read(name)
         assert tuple(tensor.shape) == shape, name

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import struct
 import uuid
 import zlib
 from collections.abc import Mapping
@@ -14,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from lmtools import __version__
-from lmtools.checkpoints.safetensors import DTYPES, FORMAT, FORMAT_VERSION, MANIFEST_NAME, SET_ID
+from lmtools.checkpoints.safetensors import FORMAT, FORMAT_VERSION, MANIFEST_NAME, SET_ID
+from lmtools.checkpoints.safetensors_files import NAMES, encode_header
 from lmtools.checkpoints.weights import Progress, Weights, part_slices, shape_of, stream_bytes
 from lmtools.files import atomic_write_text, fsync_file
 from lmtools.parallel.plans import TRANSFORMER_LM, split_of
-
-_NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write_safetensors(
@@ -50,7 +47,7 @@ def write_safetensors(
     records = []
     tensors: dict[str, dict[str, Any]] = {
         name: {
-            "dtype": _NAME_OF_DTYPE[weights.dtypes[name]],
+            "dtype": NAMES[weights.dtypes[name]],
             "shape": list(shape),
             "split": split_of(name, TRANSFORMER_LM).value,
             "crc32": [],
@@ -59,7 +56,7 @@ def write_safetensors(
     }
     for part, name in enumerate(names):
         path = folder / name
-        sha256, crc32 = _write_part(path, weights, num_parts, part, {SET_ID: set_id, "format": "pt"}, progress)
+        sha256, crc32 = _write_part(path, weights, num_parts, part, {SET_ID: set_id}, progress)
         records.append({"path": name, "num_bytes": path.stat().st_size, "sha256": sha256})
         for tensor, checksum in crc32.items():
             tensors[tensor]["crc32"].append(f"{checksum:08x}")
@@ -86,18 +83,10 @@ def _write_part(
     slices = {name: part_slices(name, shape, TRANSFORMER_LM, num_parts, part) for name, shape in weights.shapes.items()}
     # The widest elements first, as the format's own writer does: so each tensor begins at a multiple of its itemsize.
     order = sorted(slices, key=lambda name: -weights.dtypes[name].itemsize)
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name in order:
-        shape, dtype = shape_of(slices[name]), weights.dtypes[name]
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAME_OF_DTYPE[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
+    beginning = encode_header({name: shape_of(slices[name]) for name in order}, weights.dtypes, metadata)
     crc32: dict[str, int] = {}
     with open(path, "wb") as stream:
         sha256 = hashlib.sha256()
-        beginning = struct.pack("<Q", len(encoded)) + encoded
         sha256.update(beginning)
         stream.write(beginning)
         for name in order:
