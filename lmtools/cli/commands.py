@@ -42,7 +42,8 @@ COMMANDS = {
     "quickstart": Command("quickstart:quickstart", "Run the main job on a small text and an untrained model."),
     "renorm-ppl": Command("renorm_ppl:renorm_ppl", "Express a perplexity per token of the original text."),
     "renormalize-ppl": Command("renorm_ppl:renorm_ppl", ""),
-    "reproduce": Command("reproduce:reproduce", "Make a published perplexity again, from the download to the number."),
+    "report": Command("report:report", "Show runs and results as one page, with charts and provenance."),
+    "reproduce": Command("reproduce:reproduce", "Make a published perplexity again, from download to number."),
     "reshard": Command("reshard:reshard", "Write a checkpoint in another number of parts or format."),
     "train": Command("train:command", "Train a language model, split and replicated over workers."),
 }

@@ -14,7 +14,7 @@ import typer
 
 from lmtools.cli.options import Advance, Device, DType, JsonOption, print_json, progress_bar, say
 from lmtools.errors import ConfigError
-from lmtools.files import STDIO
+from lmtools.files import STDIO, atomic_write, atomic_write_text, is_device_or_pipe, sha256_file
 
 if TYPE_CHECKING:
     from lmtools.evaluate.run import ScoredSplit
@@ -188,12 +188,14 @@ def evaluate(
         "model": asdict(checkpoint.config),
         "checkpoint_sha256": hashes,
     }
+    settings["scores"] = _write_scores(scores, splits[0], scored[0]) if scores is not None else None
     results = []
     for split, outcome in zip(splits, scored, strict=True):
         original, original_from = _original(split, orig_tokens, orig_bytes)
         results.append(result_of(split, outcome, settings=settings, original=original, original_from=original_from))
     document = results[0] if len(results) == 1 else {"results": results}
-    _write(document, output, splits[0], scored[0], scores)
+    if output is not None:
+        atomic_write_text(output, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     for split in splits:
         journal = _journal_path(output or scores, split.name)
         if journal is not None:
@@ -255,16 +257,15 @@ def _original(
     return given, "given"
 
 
-def _write(
-    document: dict[str, Any], output: Path | None, split: EvalSplit, scored: ScoredSplit, scores: Path | None
-) -> None:
+def _write_scores(path: Path, split: EvalSplit, scored: ScoredSplit) -> dict[str, str] | None:
+    """Write the score of every token; returns where, and the hash by which the result knows its scores again.
+
+    None for a device or a pipe, which cannot be read again.
+    """
     import numpy as np
 
     from lmtools.evaluate.run import scores_of_every_token
-    from lmtools.files import atomic_write, atomic_write_text
 
-    if scores is not None:
-        with atomic_write(scores) as stream:
-            np.save(stream, scores_of_every_token(split, scored.log_probs))
-    if output is not None:
-        atomic_write_text(output, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    with atomic_write(path) as stream:
+        np.save(stream, scores_of_every_token(split, scored.log_probs))
+    return None if is_device_or_pipe(path) else {"path": str(path), "sha256": sha256_file(path)}

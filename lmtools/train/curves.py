@@ -90,7 +90,8 @@ def read_runs(paths: Sequence[Path]) -> list[RunCurves]:
         DataError: there are no metrics, a line is broken, or no update was made yet.
     """
     files = [path / METRICS_NAME if path.is_dir() else path for path in paths]
-    return [_read_run(file, name) for file, name in zip(files, _names(files), strict=True)]
+    names = distinct_names([file.parent if file.name == METRICS_NAME else file.with_suffix("") for file in files])
+    return [_read_run(file, name) for file, name in zip(files, names, strict=True)]
 
 
 def default_window(num_updates: int) -> int:
@@ -131,10 +132,12 @@ def _series(points: Sequence[tuple[float, ...]]) -> Series:
     return Series(updates, tokens, seconds, loss, weights)
 
 
-def _names(files: Sequence[Path]) -> list[str]:
-    folders = [(file.parent if file.name == METRICS_NAME else file.with_suffix("")).absolute() for file in files]
-    for num_parts in range(1, max(len(folder.parts) for folder in folders) + 1):
-        names = ["/".join(folder.parts[-num_parts:]) for folder in folders]
-        if len(set(names)) == len(set(folders)):
+def distinct_names(paths: Sequence[Path]) -> list[str]:
+    """As much of each path as tells it from the others, from its end."""
+    whole = [path.absolute() for path in paths]
+    names: list[str] = []
+    for num_parts in range(1, max((len(path.parts) for path in whole), default=0) + 1):
+        names = ["/".join(path.parts[-num_parts:]) for path in whole]
+        if len(set(names)) == len(set(whole)):
             break
     return names

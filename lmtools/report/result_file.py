@@ -1,0 +1,98 @@
+"""What a report reads of the JSON that `lmtools eval` writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
+
+from lmtools.errors import DataError
+from lmtools.files import open_binary
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+
+
+class Original(_Record):
+    """Counts of the text before detokenisation and BPE; a count that nobody knows is None."""
+
+    path: str | None = None
+    tokens: PositiveInt | None = None
+    num_bytes: PositiveInt | None = None
+
+
+class ScoresFile(_Record):
+    """Where the scores of every token were written."""
+
+    path: str
+    sha256: str
+
+
+class Result(_Record):
+    """One evaluated split; fields as in `lmtools.evaluate.result`. Results of earlier versions have no `scores`."""
+
+    format: Literal["lmtools-eval"]
+    format_version: Literal[1]
+    subset: str
+    loss_base2: FiniteFloat
+    total_nats: FiniteFloat
+    perplexity: FiniteFloat
+    tokens_scored: PositiveInt
+    tokens_in_split: PositiveInt
+    tokens_skipped: int = Field(ge=0)
+    tokens_unk: int = Field(ge=0)
+    word_perplexity: FiniteFloat | None
+    bits_per_byte: FiniteFloat | None
+    original: Original | None
+    original_from: str | None
+    tokens_per_sample: PositiveInt | None = None
+    context_window: int | None = Field(default=None, ge=0)
+    sample_break_mode: Literal["none", "complete", "eos"] | None = None
+    dtype: str
+    path: str
+    data: str
+    mp: int
+    dp: int
+    device: str
+    checkpoint_sha256: dict[str, str]
+    data_sha256: dict[str, str]
+    versions: dict[str, str]
+    tokens_resumed: int = 0
+    seconds: FiniteFloat
+    tokens_per_second: FiniteFloat | None
+    scores: ScoresFile | None = None
+
+
+def read_results(path: Path) -> list[Result]:
+    """The results in a file, one a split.
+
+    Raises:
+        DataError: no such file, no JSON, or not a result that this lmtools knows.
+    """
+    with open_binary(path) as stream:
+        content = stream.read()
+    try:
+        document: Any = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not JSON ({error}); expected what `lmtools eval --output` writes") from error
+    records = document.get("results", [document]) if isinstance(document, dict) else document
+    if not isinstance(records, list) or not records:
+        raise DataError(f"{path}: expected a result of `lmtools eval --output`, or an object with a list of results")
+    return [_result(record, path) for record in records]
+
+
+def _result(record: Any, path: Path) -> Result:
+    try:
+        return Result.model_validate(record)
+    except ValidationError as error:
+        raise DataError(f"{path}: not a result of `lmtools eval`: {_first(error.errors())}") from error
+
+
+def _first(errors: Sequence[Any]) -> str:
+    """The first thing that is wrong, in a line."""
+    where = ".".join(str(part) for part in errors[0]["loc"]) or "the document"
+    return f"{where}: {errors[0]['msg']}, found {str(errors[0]['input'])[:60]!r}"
