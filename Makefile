@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: quickstart test install lint typecheck format clean
+.PHONY: quickstart test install lint typecheck format docs clean
 
 quickstart: install
 	$(BIN)/lmtools quickstart
@@ -30,5 +30,10 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The site in site/; a dead link, or a docstring that cannot be rendered, is an error.
+docs: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clean:
-	rm -rf $(VENV) quickstart .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) quickstart site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -29,7 +29,14 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        import platform
+
+        import torch
+
+        gpus = torch.cuda.device_count()
+        device = f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else "cpu"
         typer.echo(f"lmtools {__version__}")
+        typer.echo(f"torch {torch.__version__}, python {platform.python_version()}, device {device}")
         raise typer.Exit
 
 
@@ -37,7 +44,9 @@ def _print_version(wanted: bool) -> None:
 def _options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the versions and the device, and exit."
+        ),
     ] = False,
 ) -> None:
     pass
@@ -50,7 +59,7 @@ def main() -> NoReturn:
     """
     try:
         with worker():
-            app(standalone_mode=True)
+            app(prog_name="lmtools")  # not `python -m lmtools`, for completion
     except LmtoolsError as error:
         if isinstance(error, WorkerError):
             sys.stderr.write(error.traceback)  # a bug keeps its traceback, in a worker too

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import platform
 import re
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
+import torch
 import typer
 
 import lmtools
@@ -53,7 +56,43 @@ def fail(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Ran]) -> Callable[[
 
 
 def test_version(run):
-    assert run("--version") == Ran(0, f"lmtools {lmtools.__version__}\n", "")
+    ran = run("--version")
+    assert (ran.code, ran.err) == (0, "")
+    device = r"cpu|\d+ x .+"
+    python = platform.python_version()
+    expected = (
+        rf"lmtools {lmtools.__version__}\ntorch {re.escape(torch.__version__)}, python {python}, device ({device})\n"
+    )
+    assert re.fullmatch(expected, ran.out)
+
+
+def test_completion_knows_commands_options_and_values():
+    """As bash, zsh and fish ask for it."""
+
+    def complete(line: str) -> list[str]:
+        words = line.split(" ")
+        environment = {
+            **os.environ,
+            "_LMTOOLS_COMPLETE": "complete_bash",
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(len(words) - 1),
+        }
+        command = [sys.executable, "-m", "lmtools"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout.split()
+
+    assert complete("lmtools bpe-") == ["bpe-decode", "bpe-encode"]
+    assert complete("lmtools eval --gen") == ["--gen-subset"]
+    assert complete("lmtools eval --dtype b") == ["bfloat16"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_installed(tmp_path, shell):
+    environment = {**os.environ, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    command = [sys.executable, "-m", "lmtools", "--install-completion", shell]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    [script] = [path for path in tmp_path.rglob("*lmtools*") if path.is_file()]
+    assert "_LMTOOLS_COMPLETE=complete_" in script.read_text()
 
 
 def test_help_has_a_whole_line_for_every_command(run, monkeypatch):
@@ -160,5 +199,5 @@ def test_a_reader_that_stops_reading_is_no_error():
 
 
 def test_module_and_script_are_one_program():
-    ran = subprocess.run([sys.executable, "-m", "lmtools", "--version"], capture_output=True, text=True, check=True)
-    assert ran.stdout == f"lmtools {lmtools.__version__}\n"
+    ran = subprocess.run([sys.executable, "-m", "lmtools", "--help"], capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("Usage: lmtools [OPTIONS] COMMAND [ARGS]...\n")
