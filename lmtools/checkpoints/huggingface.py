@@ -1,6 +1,7 @@
 """Writes a model as a folder that `transformers` loads with no code of ours: fairseq's decoder is its XGLM.
 
     config.json, generation_config.json    the model's shape
+    origin.json                            what it was made from
     model.safetensors                      or model-00001-of-00003.safetensors, ... and model.safetensors.index.json
     tokenizer.json, ...                    given by the caller, see `preprocess/huggingface_tokenizer.py`
 
@@ -14,86 +15,70 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from lmtools.checkpoints.load import Checkpoint
-from lmtools.checkpoints.safetensors_files import write_safetensors
+from lmtools import __version__
+from lmtools.checkpoints.safetensors_files import encode_header
+from lmtools.checkpoints.weights import Progress, Weights, stream_bytes
 from lmtools.errors import ConfigError
-from lmtools.files import atomic_directory, require_free_space
 from lmtools.models.architectures import ActivationName, TransformerLMConfig
-from lmtools.models.transformer_lm import PAD_INDEX, TransformerLM
-from lmtools.parallel.parallelize import without_memory
+from lmtools.models.transformer_lm import PAD_INDEX
 
 EOS_INDEX = 2
+
+SHARD_BYTES = 5 << 30
+"""A tensor begins another file where it would make one larger than this."""
 
 _ACTIVATIONS: dict[ActivationName, str] = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu_new"}
 
 
-def export_huggingface(
-    source: Checkpoint,
-    folder: str | Path,
+def write_huggingface(
+    folder: Path,
+    weights: Weights,
     *,
-    dtype: torch.dtype | None = None,
-    more_files: Mapping[str, str] | None = None,
-    shard_bytes: int = 5 << 30,
-    progress: Callable[[int], None] = lambda num_bytes: None,
+    num_parts: int,
+    origin: Mapping[str, Any],
+    progress: Progress = lambda num_bytes: None,
 ) -> list[Path]:
-    """Write an open checkpoint as a folder of transformers' XGLM. The folder is complete or absent.
-
-    One tensor at a time is in memory, whatever parts the checkpoint has.
+    """Write a model into an existing folder; a few megabytes of it are in memory.
 
     Args:
-        source: from `open_checkpoint`.
-        folder: where to; it must not exist or be empty.
-        dtype: what the parameters are converted to; None keeps the embedding's.
-        more_files: name and content of other files of the folder, such as the tokenizer's.
-        shard_bytes: tensors begin another file where they would make one larger than this.
-        progress: called with the number of bytes of parameters that were just written.
+        folder: where to.
+        weights: the model.
+        num_parts: 1, as transformers splits a model when it has loaded it.
+        origin: what it was made from, for origin.json, which transformers does not read.
+        progress: called with the number of bytes that were just written.
 
     Returns:
         The files that hold parameters.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or its parts contradict each other.
-        ConfigError: XGLM is another model than the checkpoint's.
-        LmtoolsError: the folder has content, or the disk is full or may not be written.
+        ConfigError: there is no such folder of several parts, or of this model.
     """
-    folder = Path(folder)
-    _require_xglm(source.config)
-    for part in range(source.num_parts):
-        source.verify_part(part)
-    with without_memory():
-        shapes = {name: tuple(value.shape) for name, value in TransformerLM(source.config).named_parameters()}
-    if dtype is None:
-        dtype = source.read("embed_tokens.weight", (slice(0, 1), slice(0, 1))).dtype
-    names = {huggingface_name(name): name for name in shapes}
-    shards = _shards({name: shapes[ours] for name, ours in names.items()}, dtype, shard_bytes)
-    num_bytes = {name: math.prod(shapes[ours]) * dtype.itemsize for name, ours in names.items()}
-
-    def read(name: str) -> Tensor:
-        ours = names[name]
-        return source.read(ours, tuple(slice(0, length) for length in shapes[ours]))
-
-    with atomic_directory(folder) as temporary:
-        require_free_space(temporary, sum(num_bytes.values()), str(folder))
-        for file_name, tensors in shards.items():
-            with open(temporary / file_name, "wb") as stream:
-                write_safetensors(stream, tensors, read, dtype=dtype, progress=progress)
-        if len(shards) > 1:
-            index = {
-                "metadata": {"total_size": sum(num_bytes.values())},
-                "weight_map": {name: file_name for file_name, tensors in shards.items() for name in tensors},
-            }
-            _write_json(temporary / "model.safetensors.index.json", index)
-        _write_json(temporary / "config.json", xglm_config(source.config, dtype))
-        _write_json(temporary / "generation_config.json", _special_tokens())
-        for name, content in (more_files or {}).items():
-            (temporary / name).write_text(content, encoding="utf-8", newline="")
+    require_xglm(weights.config, num_parts)
+    shards = _shards(weights)
+    for file_name, names in shards.items():
+        theirs = {huggingface_name(name): name for name in names}
+        shapes = {name: weights.shapes[ours] for name, ours in theirs.items()}
+        with open(folder / file_name, "wb") as stream:
+            stream.write(encode_header(shapes, {name: weights.dtypes[ours] for name, ours in theirs.items()}))
+            for ours in theirs.values():
+                for chunk in stream_bytes(weights, ours, tuple(slice(0, length) for length in weights.shapes[ours])):
+                    stream.write(chunk)
+                    progress(chunk.nbytes)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(_num_bytes(weights, name) for name in weights.shapes)},
+            "weight_map": {huggingface_name(name): file_name for file_name, names in shards.items() for name in names},
+        }
+        _write_json(folder / "model.safetensors.index.json", index)
+    _write_json(folder / "config.json", xglm_config(weights.config, weights.dtypes["embed_tokens.weight"]))
+    _write_json(folder / "origin.json", {"tool_version": __version__, **origin})
+    _write_json(folder / "generation_config.json", _special_tokens())
     return [folder / name for name in shards]
 
 
@@ -135,7 +120,14 @@ def _special_tokens() -> dict[str, int]:
     }
 
 
-def _require_xglm(config: TransformerLMConfig) -> None:
+def require_xglm(config: TransformerLMConfig, num_parts: int) -> None:
+    """Refuse what has no folder.
+
+    Raises:
+        ConfigError: XGLM is another model than this one, or several parts were asked for.
+    """
+    if num_parts != 1:
+        raise ConfigError(f"--mp {num_parts}: transformers has no parts for ranks; use --mp 1")
     differences = {
         "LayerNorm after each sublayer (decoder_normalize_before=False)": not config.decoder_normalize_before,
         "no final LayerNorm (no_decoder_final_norm)": config.no_decoder_final_norm,
@@ -151,22 +143,24 @@ def _require_xglm(config: TransformerLMConfig) -> None:
         )
 
 
-def _shards(
-    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, shard_bytes: int
-) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The tensors of each file."""
-    groups: list[dict[str, tuple[int, ...]]] = [{}]
+def _shards(weights: Weights) -> dict[str, list[str]]:
+    """The parameters of each file."""
+    groups: list[list[str]] = [[]]
     in_group = 0
-    for name, shape in shapes.items():
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if groups[-1] and in_group + num_bytes > shard_bytes:
-            groups.append({})
+    for name in weights.shapes:
+        num_bytes = _num_bytes(weights, name)
+        if groups[-1] and in_group + num_bytes > SHARD_BYTES:
+            groups.append([])
             in_group = 0
-        groups[-1][name] = shape
+        groups[-1].append(name)
         in_group += num_bytes
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, start=1)}
+
+
+def _num_bytes(weights: Weights, name: str) -> int:
+    return math.prod(weights.shapes[name]) * weights.dtypes[name].itemsize
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -32,9 +32,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a checkpoint without reading its weights.
 
     Args:
-        path: a training checkpoint's folder, transformers' folder of an XGLM or GPT-2 model, or what `open_fairseq`
-            takes.
-        path: a training checkpoint's folder, a safetensors set's or a file of it, or what `open_fairseq` takes.
+        path: a training checkpoint's folder, transformers' folder of an XGLM or GPT-2 model, a safetensors set's or a
+            file of it, or what `open_fairseq` takes.
 
     Raises:
         CheckpointError: it is not there, not complete, or not one that lmtools reads.

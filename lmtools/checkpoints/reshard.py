@@ -18,6 +18,8 @@ import torch
 
 from lmtools.artifacts import FileRecord
 from lmtools.checkpoints.fairseq_write import padded_vocab_size, write_fairseq
+from lmtools.checkpoints.huggingface import require_xglm, write_huggingface
+from lmtools.checkpoints.huggingface_read import HuggingFaceCheckpoint
 from lmtools.checkpoints.load import Checkpoint, open_checkpoint, require_divisible
 from lmtools.checkpoints.safetensors_write import write_safetensors
 from lmtools.checkpoints.training_read import TrainingCheckpoint
@@ -31,7 +33,7 @@ from lmtools.checkpoints.weights import (
     shape_of,
     weights_of,
 )
-from lmtools.errors import CheckpointError
+from lmtools.errors import CheckpointError, ConfigError
 from lmtools.files import atomic_directory, require_free_space
 from lmtools.parallel.plans import TRANSFORMER_LM, Split, split_of
 
@@ -44,7 +46,7 @@ class Writer(Protocol):
     ) -> list[Path]: ...
 
 
-WRITERS: dict[str, Writer] = {"fairseq": write_fairseq, "safetensors": write_safetensors}
+WRITERS: dict[str, Writer] = {"fairseq": write_fairseq, "safetensors": write_safetensors, "hf": write_huggingface}
 
 Bar = Callable[[str, int], AbstractContextManager[Progress]]
 """Shows how far a phase is: its name and its number of bytes."""
@@ -63,6 +65,7 @@ def reshard(
     dtype: torch.dtype | None = None,
     verify: bool = False,
     allow_replica_drift: bool = False,
+    more_files: Mapping[str, str] | None = None,
     bar: Bar = _no_bar,
 ) -> dict[str, Any]:
     """Write a checkpoint again. It takes one process and a few megabytes, whatever the model's size.
@@ -77,6 +80,7 @@ def reshard(
         dtype: what the parameters are converted to; None keeps each as it is.
         verify: read what was written again and compare it.
         allow_replica_drift: where copies of a replicated tensor differ, take part 0's instead of refusing.
+        more_files: name and content of other files for the folder, such as a tokenizer's.
         bar: shows the progress of each phase.
 
     Returns:
@@ -85,11 +89,15 @@ def reshard(
     Raises:
         CheckpointError: the source is incomplete or damaged, its parts contradict each other, a value is too large for
             `dtype`, or what was written is not what was read.
-        ConfigError: the parts do not divide the model.
+        ConfigError: the parts do not divide the model, or the format does not have it.
         LmtoolsError: the target has content, or the disk is full or may not be written.
     """
     checkpoint = open_checkpoint(source)
     require_divisible(checkpoint, num_parts)
+    if isinstance(checkpoint, HuggingFaceCheckpoint) and checkpoint.settings["model_type"] != "xglm":
+        raise ConfigError(f"{source}: a GPT-2 model, whose vocabulary is no fairseq dictionary's; use it as it is")
+    if format == "hf":
+        require_xglm(checkpoint.config, num_parts)
     target = Path(target)
     dtypes = checkpoint.dtypes
     weights = weights_of(checkpoint.config, checkpoint.read, {name: dtype or dtypes[name] for name in dtypes})
@@ -100,6 +108,8 @@ def reshard(
         origin = _origin(checkpoint, drifted, bar)
         with bar("write", num_bytes) as progress:
             paths = WRITERS[format](temporary, weights, num_parts=num_parts, origin=origin, progress=progress)
+        for name, content in (more_files or {}).items():
+            (temporary / name).write_text(content, encoding="utf-8", newline="")
         written = open_checkpoint(temporary)
         _require_conserved(checkpoint, written, weights)
         if verify:

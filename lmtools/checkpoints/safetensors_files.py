@@ -1,4 +1,4 @@
-"""safetensors files: opened without reading a value, written without holding more than one.
+"""safetensors files: opened without reading a value.
 
     u64 n, little-endian
     n bytes of JSON, spaces at its end: {NAME: {"dtype": "F32", "shape": [...], "data_offsets": [begin, end]}, ...,
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from lmtools.checkpoints.lazy_tensor import LazyTensor, Storage
 from lmtools.errors import CheckpointError
@@ -109,29 +108,3 @@ def encode_header(
     encoded = json.dumps(header, separators=(",", ":")).encode("utf-8")
     encoded += b" " * (-len(encoded) % 8)
     return len(encoded).to_bytes(8, "little") + encoded
-
-
-def write_safetensors(
-    stream: BinaryIO,
-    shapes: Mapping[str, tuple[int, ...]],
-    read: Callable[[str], Tensor],
-    *,
-    dtype: torch.dtype,
-    progress: Callable[[int], None] = lambda num_bytes: None,
-) -> None:
-    """Write tensors one after another.
-
-    Args:
-        stream: where to.
-        shapes: of each tensor, by name.
-        read: gives a tensor; asked for one at a time, in order.
-        dtype: what they are converted to.
-        progress: called with the number of bytes that were just written.
-    """
-    stream.write(encode_header(shapes, dict.fromkeys(shapes, dtype)))
-    for name, shape in shapes.items():
-        tensor = read(name)
-        assert tuple(tensor.shape) == shape, name
-        values = tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy()
-        stream.write(values.data)
-        progress(values.nbytes)

@@ -7,27 +7,19 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lmtools.cli.dictionaries import Bpe, open_codec
 from lmtools.cli.options import Device, DType, progress_bar, say
 from lmtools.errors import ConfigError, DataError
 from lmtools.files import STDIO, open_binary
 
 if TYPE_CHECKING:
-    from lmtools.checkpoints.load import Checkpoint
     from lmtools.generate.decode import Continuation
     from lmtools.preprocess.codec import Codec
-
-
-class Bpe(str, Enum):
-    """How text becomes the dictionary's words."""
-
-    gpt2 = "gpt2"
-    none = "none"
 
 
 def generate(
@@ -88,7 +80,7 @@ def generate(
     # Everything that can be refused is refused here, before a worker starts or a weight is read.
     checkpoint = open_checkpoint(path)
     require_divisible(checkpoint, mp)
-    codec, eos_index = _open_codec(checkpoint, dictionary, bpe, encoder_json, vocab_bpe)
+    codec, eos_index = open_codec(checkpoint, dictionary, bpe, encoder_json, vocab_bpe)
     limits = Limits([*codec.known, eos_index], eos_index, max_new_tokens, checkpoint.config.max_target_positions)
     texts = prompt if prompt is not None else _read_prompts(prompts or STDIO)
     # A prompt is the beginning of a sentence: in training, what stands before one is the end of another.
@@ -143,49 +135,6 @@ def _require_sensible_options(
         raise ConfigError("--temperature 0 with --top-k or --top-p: greedy search draws nothing; leave one out")
     if beam > 1 and temperature != 0:
         raise ConfigError("--beam with --temperature, --top-k or --top-p: a beam search draws nothing; leave one out")
-
-
-def _open_codec(
-    checkpoint: Checkpoint, dictionary: Path | None, bpe: Bpe | None, encoder_json: str | None, vocab_bpe: str | None
-) -> tuple[Codec, int]:
-    """How text becomes the model's tokens, and the token that ends a sentence."""
-    from lmtools.checkpoints.huggingface_read import HuggingFaceCheckpoint
-    from lmtools.checkpoints.load import require_dictionary_fits
-    from lmtools.data.dictionary import Dictionary
-    from lmtools.preprocess.codec import BpeCodec, TokenizerCodec, WordCodec, is_bpe
-    from lmtools.preprocess.gpt2_vocabulary import check_vocabulary, find_vocabulary, read_vocabulary
-
-    place = dictionary or _find_dictionary(checkpoint)
-    if isinstance(checkpoint, HuggingFaceCheckpoint) and (place is None or checkpoint.settings["model_type"] == "gpt2"):
-        if dictionary or bpe:
-            raise ConfigError("--dict and --bpe: a GPT-2 folder has a tokenizer.json, which is used; leave them out")
-        tokenizer = checkpoint.paths[0].parent / "tokenizer.json"
-        return TokenizerCodec(tokenizer, vocab_size=checkpoint.config.vocab_size), checkpoint.eos_index
-    if place is None:
-        raise ConfigError(
-            f"{checkpoint.paths[0].parent}: has no dict.txt; give the one that the model was trained with by --dict"
-        )
-    place = place / "dict.txt" if place.is_dir() else place
-    words = Dictionary.load(place)
-    require_dictionary_fits(checkpoint, len(words), place)
-    if bpe is Bpe.none or (bpe is None and not is_bpe(words)):
-        return WordCodec(words), words.eos_index
-    files = find_vocabulary(encoder_json, vocab_bpe)
-    vocabulary = read_vocabulary(files)
-    check_vocabulary(vocabulary, files)
-    return BpeCodec(words, vocabulary), words.eos_index
-
-
-def _find_dictionary(checkpoint: Checkpoint) -> Path | None:
-    """The dict.txt beside a checkpoint, or in the folder of data that a training run read."""
-    from lmtools.checkpoints.training_read import TrainingCheckpoint
-
-    folder = checkpoint.paths[0].parent
-    places = [folder / "dict.txt"]
-    if isinstance(checkpoint, TrainingCheckpoint):
-        data = str(checkpoint.record["train"]["data"])
-        places += [Path(data.split(":")[0]) / "dict.txt"]
-    return next((place for place in places if place.is_file()), None)
 
 
 def _read_prompts(source: str) -> list[str]:

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from lmtools.cli.options import Advance, JsonOption, print_json, progress_bar
+from lmtools.cli.dictionaries import Bpe, tokenizer_of
+from lmtools.cli.options import Advance, DType, JsonOption, print_json, progress_bar, say
+from lmtools.errors import ConfigError
 
 
 class Format(str, Enum):
@@ -17,14 +19,7 @@ class Format(str, Enum):
 
     fairseq = "fairseq"
     safetensors = "safetensors"
-
-
-class DType(str, Enum):
-    """What parameters are stored as."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+    hf = "hf"
 
 
 def reshard(
@@ -34,7 +29,10 @@ def reshard(
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; it must not exist or be empty.")],
     mp: Annotated[int, typer.Option("--mp", "--model-parallel-size", min=1, help="Parts to write; 1 is one file.")] = 1,
     format: Annotated[
-        Format, typer.Option(help="fairseq: its own .pt files. safetensors: lmtools' own, which map into memory.")
+        Format,
+        typer.Option(
+            help="fairseq: its own .pt files. safetensors: lmtools' own, which map into memory. hf: for transformers."
+        ),
     ] = Format.safetensors,
     dtype: Annotated[DType | None, typer.Option(help="Convert the parameters; not given, each stays as it is.")] = None,
     verify: Annotated[
@@ -46,6 +44,13 @@ def reshard(
             "--allow-replica-drift", help="Take part 0's where the parts' copies of a tensor differ, and say so."
         ),
     ] = False,
+    dictionary: Annotated[
+        Path | None,
+        typer.Option("--dict", help="hf: dict.txt or its folder; beside IN or in a run's data if not given."),
+    ] = None,
+    bpe: Annotated[
+        Bpe | None, typer.Option(help="hf: gpt2, or none for words; gpt2 for a dictionary of numbers if not given.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a checkpoint again in another number of parts, or in another format; it is read a few megabytes at a time.
@@ -54,10 +59,19 @@ def reshard(
     """
     import torch
 
+    from lmtools.checkpoints.load import open_checkpoint
     from lmtools.checkpoints.reshard import reshard as reshard_checkpoint
 
     def bar(description: str, total: int) -> AbstractContextManager[Advance]:
         return progress_bar(description, total=total)
+
+    if (dictionary or bpe) and format is not Format.hf:
+        raise ConfigError(f"--dict and --bpe: --format {format.value} has no tokenizer; leave them out")
+    tokenizer = None
+    if format is Format.hf:
+        tokenizer = tokenizer_of(open_checkpoint(source), dictionary, bpe)
+        if tokenizer is None:
+            say(f"{source}: has no dict.txt beside it, so {target} gets no tokenizer; --dict names one")
 
     result = reshard_checkpoint(
         source,
@@ -67,6 +81,7 @@ def reshard(
         dtype=getattr(torch, dtype.value) if dtype else None,
         verify=verify,
         allow_replica_drift=allow_replica_drift,
+        more_files=tokenizer,
         bar=bar,
     )
     if as_json:

@@ -9,7 +9,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from lmtools.checkpoints.safetensors_files import read_safetensors, write_safetensors
+from lmtools.checkpoints.safetensors_files import encode_header, read_safetensors
+from lmtools.checkpoints.weights import bytes_of
 from lmtools.errors import CheckpointError
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
@@ -21,16 +22,16 @@ def some_tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: (torch.randn(shape) * 3).to(dtype) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_library_reads_what_is_written(tmp_path, dtype):
-    tensors = some_tensors(dtype)
-    with open(tmp_path / "x", "wb") as stream:
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        write_safetensors(stream, shapes, tensors.__getitem__, dtype=dtype)
+def test_the_library_reads_what_is_written(tmp_path):
+    tensors = {str(dtype): tensor for dtype in DTYPES for tensor in [some_tensors(dtype)["matrix"]]}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    header = encode_header(shapes, {name: tensor.dtype for name, tensor in tensors.items()}, {"a": "b"})
+    assert len(header) % 8 == 0
+    (tmp_path / "x").write_bytes(header + b"".join(bytes_of(tensor) for tensor in tensors.values()))
     found = safetensors.torch.load_file(tmp_path / "x")
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found[name].dtype == dtype
+        assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)
 
 
@@ -44,16 +45,6 @@ def test_what_the_library_writes_is_read_whole_or_in_slices(tmp_path, dtype):
         assert (found[name].shape, found[name].dtype) == (tuple(tensor.shape), dtype)
         assert torch.equal(found[name].read(), tensor)
     assert torch.equal(found["matrix"].read_slice((slice(1, 3), slice(0, 2))), tensors["matrix"][1:3, :2])
-
-
-def test_values_are_converted_and_progress_is_told(tmp_path):
-    told: list[int] = []
-    with open(tmp_path / "x", "wb") as stream:
-        write_safetensors(
-            stream, {"x": (2, 3)}, lambda name: torch.ones(2, 3), dtype=torch.bfloat16, progress=told.append
-        )
-    assert torch.equal(read_safetensors(tmp_path / "x")["x"].read(), torch.ones(2, 3, dtype=torch.bfloat16))
-    assert told == [12]
 
 
 def with_header(header: bytes, values: bytes = b"") -> bytes:

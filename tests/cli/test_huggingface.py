@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lmtools.checkpoints.huggingface import export_huggingface
-from lmtools.checkpoints.load import open_checkpoint
+from lmtools.checkpoints.reshard import reshard
 from lmtools.data.dictionary import Dictionary
 from lmtools.data.indexed_writer import write_dataset
 from lmtools.preprocess.huggingface_tokenizer import tokenizer_files
@@ -56,7 +56,7 @@ def test_what_gpt2_does_not_know_is_refused(lmtools, data, tmp_path, index, word
 
 
 def test_an_xglm_has_the_dictionarys_own_indices(lmtools, tmp_path):
-    export_huggingface(open_checkpoint(GOLDEN / "mp4"), tmp_path / "hf")
+    reshard(GOLDEN / "mp4", tmp_path / "hf", num_parts=1, format="hf")
     results = [
         json.loads(lmtools("eval", GOLDEN / "bin", "--path", path, "--batch-size", 100, "--json").out)
         for path in (GOLDEN / "mp4", tmp_path / "hf")
@@ -97,7 +97,7 @@ def test_gpt2s_greedy_text_by_its_own_tokenizer(lmtools, tmp_path):
 def test_an_exported_folder_needs_no_dict(lmtools, tmp_path):
     words = Dictionary.load(GOLDEN / "bin" / "dict.txt")
     files = tokenizer_files(words, None, max_length=32)
-    export_huggingface(open_checkpoint(GOLDEN / "mp4"), tmp_path / "hf", more_files=files)
+    reshard(GOLDEN / "mp4", tmp_path / "hf", num_parts=1, format="hf", more_files=files)
     options = ["--prompt", "– and @ 's = =", "--max-new-tokens", 9]
     expected = lmtools("generate", "--path", GOLDEN / "mp4", "--dict", GOLDEN / "bin", *options)
     found = lmtools("generate", "--path", tmp_path / "hf", *options)
@@ -105,3 +105,31 @@ def test_an_exported_folder_needs_no_dict(lmtools, tmp_path):
     assert found.code == 0
     (tmp_path / "hf" / "dict.txt").unlink()  # then there is the tokenizer.json
     assert lmtools("generate", "--path", tmp_path / "hf", *options) == expected
+
+
+# --- reshard --format hf ---
+
+
+def test_reshard_writes_a_folder_with_its_tokenizer(lmtools, tmp_path):
+    source, options = GOLDEN / "mp4", ["--format", "hf", "--verify"]
+    ran = lmtools("reshard", source, tmp_path / "hf", *options, "--dict", GOLDEN / "bin")
+    assert (ran.code, ran.err) == (0, "")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer("= and zebra")["input_ids"] == [2, 5, 4, 3]
+    assert tokenizer.model_max_length == 32
+    AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+
+
+def test_without_a_dictionary_it_says_what_is_missing(lmtools, tmp_path):
+    ran = lmtools("reshard", GOLDEN / "mp4", tmp_path / "hf", "--format", "hf")
+    assert ran.code == 0
+    assert ran.err == (
+        f"{GOLDEN}/mp4: has no dict.txt beside it, so {tmp_path}/hf gets no tokenizer; --dict names one\n"
+    )
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()
+
+
+def test_other_formats_have_no_tokenizer(lmtools, tmp_path):
+    ran = lmtools("reshard", GOLDEN / "mp4", tmp_path / "x", "--format", "fairseq", "--dict", GOLDEN / "bin")
+    assert (ran.code, ran.err.count("\n")) == (2, 1)
+    assert "--format fairseq has no tokenizer" in ran.err

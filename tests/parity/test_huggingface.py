@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 os.environ["HF_HUB_OFFLINE"] = "1"
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lmtools.checkpoints.huggingface import export_huggingface
 from lmtools.checkpoints.load import load_model, open_checkpoint
+from lmtools.checkpoints.reshard import reshard
 from lmtools.data.dictionary import Dictionary
 from lmtools.data.indexed import IndexedDataset
 from lmtools.generate.decode import Limits, continue_prompts
@@ -50,15 +50,16 @@ def tokenizer_of(folder: Path, dictionary: Dictionary, *, bpe: bool) -> Any:
     """As transformers finds it in an exported folder."""
     if not folder.exists():
         files = tokenizer_files(dictionary, GPT2 if bpe else None, max_length=32)
-        export_huggingface(open_checkpoint(GOLDEN / "mp4"), folder, more_files=files)
+        reshard(GOLDEN / "mp4", folder, num_parts=1, format="hf", more_files=files)
     return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("name", ["mp4", "mp2_2020"])
-def test_logits_are_those_of_lmtools(name, tmp_path):
+def test_logits_are_those_of_lmtools(name, tmp_path, monkeypatch):
     """Golden models of genuine fairseq's, whose own scores lmtools reproduces."""
     checkpoint = open_checkpoint(GOLDEN / name)
-    export_huggingface(checkpoint, tmp_path / "hf", shard_bytes=20_000)
+    monkeypatch.setattr("lmtools.checkpoints.huggingface.SHARD_BYTES", 20_000)
+    reshard(GOLDEN / name, tmp_path / "hf", num_parts=1, format="hf")
     tokens = torch.from_numpy(IndexedDataset(GOLDEN / "bin" / "test").tokens[: 8 * 32].astype("int64")).view(8, 32)
     ours = load_model(checkpoint, ALONE, torch.float32)(tokens)
     torch.testing.assert_close(loaded(tmp_path / "hf")(tokens).logits, ours, rtol=0, atol=1e-5)
@@ -76,7 +77,7 @@ def test_logits_of_what_lmtools_trained(variant, tmp_path):
     flags = {"save_dir": str(tmp_path / "run"), "max_update": 5, "decoder_normalize_before": True} | VARIANTS[variant]
     run_ranks(1, train_a_leg, flags)
     checkpoint = open_checkpoint(tmp_path / "run" / "checkpoint_last")
-    export_huggingface(checkpoint, tmp_path / "hf")
+    reshard(tmp_path / "run" / "checkpoint_last", tmp_path / "hf", num_parts=1, format="hf")
     tokens = torch.randint(4, 144, (4, 16), generator=torch.Generator().manual_seed(1))
     ours = load_model(checkpoint, ALONE, torch.float32)(tokens)
     torch.testing.assert_close(loaded(tmp_path / "hf")(tokens).logits, ours, rtol=0, atol=1e-5)
@@ -84,7 +85,7 @@ def test_logits_of_what_lmtools_trained(variant, tmp_path):
 
 def test_greedy_text_is_that_of_lmtools(tmp_path):
     checkpoint = open_checkpoint(GOLDEN / "mp4")
-    export_huggingface(checkpoint, tmp_path / "hf")
+    reshard(GOLDEN / "mp4", tmp_path / "hf", num_parts=1, format="hf")
     theirs, ours = loaded(tmp_path / "hf"), load_model(checkpoint, ALONE, torch.float32)
     generator = torch.Generator().manual_seed(2)
     prompts = [[2, *torch.randint(4, 144, (length,), generator=generator).tolist()] for length in range(12)]

@@ -1,0 +1,82 @@
+"""Which dictionary belongs to a checkpoint, and how text becomes its indices."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lmtools.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lmtools.checkpoints.load import Checkpoint
+    from lmtools.preprocess.codec import Codec
+
+
+class Bpe(str, Enum):
+    """How text becomes the dictionary's words."""
+
+    gpt2 = "gpt2"
+    none = "none"
+
+
+def open_codec(
+    checkpoint: Checkpoint, dictionary: Path | None, bpe: Bpe | None, encoder_json: str | None, vocab_bpe: str | None
+) -> tuple[Codec, int]:
+    """How text becomes the model's tokens, and the token that ends a sentence."""
+    from lmtools.checkpoints.huggingface_read import HuggingFaceCheckpoint
+    from lmtools.checkpoints.load import require_dictionary_fits
+    from lmtools.data.dictionary import Dictionary
+    from lmtools.preprocess.codec import BpeCodec, TokenizerCodec, WordCodec, is_bpe
+    from lmtools.preprocess.gpt2_vocabulary import check_vocabulary, find_vocabulary, read_vocabulary
+
+    place = dictionary or find_dictionary(checkpoint)
+    if isinstance(checkpoint, HuggingFaceCheckpoint) and (place is None or checkpoint.settings["model_type"] == "gpt2"):
+        if dictionary or bpe:
+            raise ConfigError("--dict and --bpe: a GPT-2 folder has a tokenizer.json, which is used; leave them out")
+        tokenizer = checkpoint.paths[0].parent / "tokenizer.json"
+        return TokenizerCodec(tokenizer, vocab_size=checkpoint.config.vocab_size), checkpoint.eos_index
+    if place is None:
+        raise ConfigError(
+            f"{checkpoint.paths[0].parent}: has no dict.txt; give the one that the model was trained with by --dict"
+        )
+    place = place / "dict.txt" if place.is_dir() else place
+    words = Dictionary.load(place)
+    require_dictionary_fits(checkpoint, len(words), place)
+    if bpe is Bpe.none or (bpe is None and not is_bpe(words)):
+        return WordCodec(words), words.eos_index
+    files = find_vocabulary(encoder_json, vocab_bpe)
+    vocabulary = read_vocabulary(files)
+    check_vocabulary(vocabulary, files)
+    return BpeCodec(words, vocabulary), words.eos_index
+
+
+def find_dictionary(checkpoint: Checkpoint) -> Path | None:
+    """The dict.txt beside a checkpoint, or in the folder of data that a training run read."""
+    from lmtools.checkpoints.training_read import TrainingCheckpoint
+
+    folder = checkpoint.paths[0].parent
+    places = [folder / "dict.txt"]
+    if isinstance(checkpoint, TrainingCheckpoint):
+        data = str(checkpoint.record["train"]["data"])
+        places += [Path(data.split(":")[0]) / "dict.txt"]
+    return next((place for place in places if place.is_file()), None)
+
+
+def tokenizer_of(checkpoint: Checkpoint, dictionary: Path | None, bpe: Bpe | None) -> dict[str, str] | None:
+    """The files of a Hugging Face tokenizer, or None if there is no dictionary to make them of."""
+    from lmtools.checkpoints.load import require_dictionary_fits
+    from lmtools.data.dictionary import Dictionary
+    from lmtools.preprocess.codec import is_bpe
+    from lmtools.preprocess.gpt2_vocabulary import find_vocabulary, read_vocabulary
+    from lmtools.preprocess.huggingface_tokenizer import tokenizer_files
+
+    place = dictionary or find_dictionary(checkpoint)
+    if place is None:
+        return None
+    place = place / "dict.txt" if place.is_dir() else place
+    words = Dictionary.load(place)
+    require_dictionary_fits(checkpoint, len(words), place)
+    as_words = bpe is Bpe.none or (bpe is None and not is_bpe(words))
+    vocabulary = None if as_words else read_vocabulary(find_vocabulary(None, None))
+    return tokenizer_files(words, vocabulary, max_length=checkpoint.config.max_target_positions)
