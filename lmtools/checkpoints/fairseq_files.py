@@ -28,15 +28,26 @@ def find_parts(path: str | Path) -> list[Path]:
     if match is None and path.is_file():
         return [path]
     stem = match["stem"] if match else path.name.removesuffix(".pt")
-    numbered = {
-        int(found["part"]): candidate
-        for candidate in path.parent.glob("*.pt")
-        if (found := PART_NAME.fullmatch(candidate.name)) and found["stem"] == stem
-    }
+    numbered = _numbered(path.parent, stem)
     if not numbered:
         raise CheckpointError(f"{path}: no such checkpoint, and no {stem}-model_part-0.pt beside it")
     _require_numbers(numbered, max(numbered) + 1, path.parent / stem)
     return [numbered[part] for part in range(len(numbered))]
+
+
+def parts_found(path: Path) -> list[Path]:
+    """The files of a checkpoint that are there, in rank order, whether or not some are missing.
+
+    Raises:
+        CheckpointError: a folder holds no checkpoint, or more than one.
+    """
+    if path.is_dir():
+        path = _only_checkpoint(path)
+    match = PART_NAME.fullmatch(path.name)
+    if match is None and path.is_file():
+        return [path]
+    numbered = _numbered(path.parent, match["stem"] if match else path.name.removesuffix(".pt"))
+    return [numbered[part] for part in sorted(numbered)]
 
 
 def require_all_parts(paths: Sequence[Path], settings: Mapping[str, Any]) -> None:
@@ -62,6 +73,15 @@ def require_all_parts(paths: Sequence[Path], settings: Mapping[str, Any]) -> Non
         if len(paths) < expected < 10_000:
             _require_numbers(range(len(paths)), expected, paths[0].parent / match["stem"])
         raise CheckpointError(f"{paths[0].parent}: {len(paths)} parts, but the checkpoint was written by {expected}")
+
+
+def _numbered(folder: Path, stem: str) -> dict[int, Path]:
+    """The parts of one stem, by rank."""
+    return {
+        int(found["part"]): candidate
+        for candidate in folder.glob("*.pt")
+        if (found := PART_NAME.fullmatch(candidate.name)) and found["stem"] == stem
+    }
 
 
 def _only_checkpoint(folder: Path) -> Path:

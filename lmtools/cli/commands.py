@@ -38,6 +38,7 @@ COMMANDS = {
     "download": Command("download:download", "Fetch checkpoints, dictionaries and texts, and check them."),
     "eval": Command("eval:evaluate", "Score a split with a checkpoint and report its perplexity."),
     "generate": Command("generate:generate", "Continue prompts with a language model."),
+    "inspect": Command("inspect:inspect", "Say what a file or folder is, and where it is broken."),
     "plot": Command("plot:plot", "Draw training runs' curves, on the terminal or as a picture."),
     "quickstart": Command("quickstart:quickstart", "Run the main job on a small text and an untrained model."),
     "renorm-ppl": Command("renorm_ppl:renorm_ppl", "Express a perplexity per token of the original text."),
