@@ -160,9 +160,11 @@ def _fairseq_facts(content: Mapping[str, Any], path: Path, paths: list[Path]) ->
         settings = model_settings(plain({key: content.get(key) for key in ("args", "cfg")}), str(path))
         facts["arch"] = settings.get("arch")
         expected = settings.get("model_parallel_size") or 1
-        if type(expected) is int and 1 < expected < 10_000:
-            found = {int(match["part"]) for each in paths if (match := PART_NAME.fullmatch(each.name))}
-            facts |= {"num_parts": expected, "parts_missing": sorted(set(range(expected)) - found)}
+        named = {int(match["part"]): match["stem"] for each in paths if (match := PART_NAME.fullmatch(each.name))}
+        if named and type(expected) is int and 1 < expected < 10_000:
+            stem = next(iter(named.values()))
+            missing = [f"{stem}-model_part-{part}.pt" for part in range(expected) if part not in named]
+            facts |= {"num_parts": expected, "parts_missing": missing}
         history = plain(content.get("optimizer_history") or [{}])
         iterator = plain((content.get("extra_state") or {}).get("train_iterator") or {})
         facts |= {"num_updates": history[-1].get("num_updates"), "epoch": iterator.get("epoch")}

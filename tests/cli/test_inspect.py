@@ -116,7 +116,7 @@ def test_a_missing_part_is_among_what_is_said_of_the_others(lmtools, golden, tmp
     for part in (0, 2, 3):
         shutil.copy(golden / "mp4" / f"model-model_part-{part}.pt", tmp_path)
     found = inspected(lmtools, tmp_path, code=1)
-    assert (found["num_parts"], found["parts_found"], found["parts_missing"]) == (4, 3, [1])
+    assert (found["num_parts"], found["parts_found"], found["parts_missing"]) == (4, 3, ["model-model_part-1.pt"])
     assert found["problems"] == [f"{tmp_path}: 1 of 4 parts missing: model-model_part-1.pt"]
     assert names_of(found["tensors"])["decoder.layers.0.fc1.weight"] == [16, 32]
 
