@@ -26,7 +26,7 @@ def render(title: str, content: Content) -> bytes:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"rounded": rounded, "duration": duration, "count": lambda count: f"{count:,}"}
+    environment.filters |= {"rounded": rounded, "duration": duration, "count": counted}
     evaluations = [section.evaluation for section in content.sections]
     page = environment.get_template("page.html").render(
         title=title,
@@ -63,6 +63,11 @@ def run_row(run: RunCurves) -> dict[str, Any]:
         "best": best,
         "tokens_per_second": tokens / seconds if seconds > 0 else None,
     }
+
+
+def counted(value: object) -> str:
+    """A count with commas; anything else that a manifest may hold as it is."""
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def duration(seconds: float) -> str:

@@ -11,7 +11,7 @@ from lmtools.errors import LmtoolsError
 from lmtools.report.charts import BarChart, Chart, LineChart
 from lmtools.train.chart import format_number
 
-_COLOURS = ("#0b6bb5", "#c9510c", "#0b8a63", "#a8487f", "#8a6a00", "#4b57c9")
+_COLOURS = ("#0b6bb5", "#c9510c", "#087a57", "#a8487f", "#8a6a00", "#4b57c9")
 """The page's, on paper."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError, model_validator
 
 from lmtools.errors import DataError
 from lmtools.files import open_binary
@@ -65,6 +65,19 @@ class Result(_Record):
     seconds: FiniteFloat
     tokens_per_second: FiniteFloat | None
     scores: ScoresFile | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Result:
+        """What is shown beside each other is there together."""
+        original = self.original or Original()
+        if self.word_perplexity is not None and original.tokens is None:
+            raise ValueError("word_perplexity without original.tokens")
+        if self.bits_per_byte is not None and original.num_bytes is None:
+            raise ValueError("bits_per_byte without original.num_bytes")
+        unknown = {f"{self.subset}.bin", f"{self.subset}.idx", "dict.txt"} - self.data_sha256.keys()
+        if unknown:
+            raise ValueError(f"data_sha256 without {min(unknown)}")
+        return self
 
 
 def read_results(path: Path) -> list[Result]:

@@ -102,14 +102,15 @@ def _find(file: Path, name: str, result: Result, scores: Sequence[Path], data: S
             f"{name}: the tokens' scores were not kept; run lmtools eval again with --scores FILE.npy, which its "
             "result then names"
         )
-    return Evaluation(
-        name=name,
-        file=file,
-        result=result,
-        data=_open_data(folder, result) if folder is not None else None,
-        log_probs=_load_scores(path) if path is not None else None,
-        missing=missing,
-    )
+    opened = _open_data(folder, result) if folder is not None else None
+    log_probs = _load_scores(path) if path is not None else None
+    if opened is not None and log_probs is not None and len(log_probs) != len(opened.split.tokens):
+        num_tokens = len(opened.split.tokens)
+        raise DataError(
+            f"{path}: has {len(log_probs):,} scores, but {opened.split.prefix} has {num_tokens:,} tokens; run lmtools "
+            "eval again"
+        )
+    return Evaluation(name, file, result, opened, log_probs, missing)
 
 
 Fault = Callable[[Path, Result, Path], str | None]

@@ -86,6 +86,7 @@ def test_json_has_the_loss_in_every_unit_and_all_that_went_into_it(lmtools, mp4,
     assert (result["num_sentences"], result["num_windows"]) == (400, 648)
     assert result["tokens_unk"] == int((IndexedDataset(golden / "bin" / "test").tokens == UNK).sum())
     assert (result["original"], result["word_perplexity"], result["bits_per_byte"]) == (None, None, None)
+    assert result["scores"] is None, "not asked for"
 
     window = {key: result[key] for key in ("tokens_per_sample", "context_window", "sample_break_mode", "add_bos_token")}
     assert window == {
@@ -116,7 +117,12 @@ def test_scores_are_the_log_probability_of_each_token_in_order(lmtools, mp4, gol
     assert (scores.dtype, scores.shape) == (np.float32, (5184,))
     recorded = read_npz(golden / "mp4" / "eval" / "ctx24.npz")  # with a context window fairseq keeps the order
     np.testing.assert_allclose(scores, recorded["scores"], rtol=0, atol=1e-4)
-    assert json.loads(ran.out)["total_nats"] == -float(scores.sum(dtype=np.float64))
+    result = json.loads(ran.out)
+    assert result["total_nats"] == -float(scores.sum(dtype=np.float64))
+    assert result["scores"] == {
+        "path": str(tmp_path / "scores.npy"),
+        "sha256": FileRecord.of(tmp_path / "scores.npy").sha256,
+    }
 
 
 def test_what_does_not_fit_is_refused_or_left_out_and_said(lmtools, golden, tmp_path):

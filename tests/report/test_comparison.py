@@ -8,6 +8,8 @@ from lmtools.report.comparison import comparability, compare, rounded, short
 from lmtools.report.sources import read_evaluations
 from tests.support.results import write_data, write_result
 
+UNKNOWN = {"word_perplexity": None, "bits_per_byte": None}
+
 
 @pytest.fixture
 def evaluations(tmp_path):
@@ -43,13 +45,13 @@ def test_equal_numbers_and_unknown_ones_have_no_best(evaluations):
 
 
 def test_whether_they_can_be_compared(evaluations):
-    hashes = {"test.bin": "0", "dict.txt": "0"}
+    hashes = {"test.bin": "0", "test.idx": "0", "dict.txt": "0"}
     assert comparability(evaluations({})) == []
     [same] = comparability(evaluations({}, {}))
     assert "the same 400 tokens" in same
     [other_tokens] = comparability(evaluations({}, {"data_sha256": hashes}))
     assert "compare per original token" in other_tokens
-    [other_text] = comparability(evaluations({}, {"data_sha256": hashes, "original": None, "word_perplexity": None}))
+    [other_text] = comparability(evaluations({}, {"data_sha256": hashes, "original": None, **UNKNOWN}))
     assert "not all of one text" in other_text
     _, windows, skipped = comparability(evaluations({}, {"context_window": 2, "tokens_skipped": 4}))
     assert "contexts differ" in windows

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from lmtools.report.content import collect
-from lmtools.report.page import duration, render
+from lmtools.report.page import counted, duration, render
 from tests.support.results import write_data, write_metrics, write_result
 
 EVIL = "<script>alert(1)</script>"
@@ -101,7 +101,7 @@ def test_tokens_names_and_titles_are_text_whatever_they_say(folder):
     evil = folder / "<img src=x onerror=alert(1)>"
     evil.mkdir()
     data = write_data(evil)
-    write_result(evil / f"{EVIL.replace('/', '')}.json", data, evil / "s.npy", path=EVIL, versions={"lmtools": EVIL})
+    write_result(evil / f"{EVIL.replace('/', '')}.json", data, evil / "s.npy", path=EVIL, versions={"torch": EVIL})
     write_metrics(evil / "run", losses=[2, 1], valid={1: 1.0})
     page = page_of(evil / f"{EVIL.replace('/', '')}.json", evil / "run", folder / "one.json", title=EVIL)
     assert page.tags.isdisjoint({"script", "img"})
@@ -183,3 +183,7 @@ def test_times_are_as_people_say_them():
         "120.0 min",
         "2.0 h",
     ]
+
+
+def test_what_a_manifest_may_hold():
+    assert [counted(value) for value in (1234567, 0.5, True, "x", None)] == ["1,234,567", "0.5", "True", "x", "None"]

@@ -19,7 +19,9 @@ def record(tmp_path):
 def test_one_result_or_several(tmp_path, record):
     [result] = read_results(tmp_path / "result.json")
     assert (result.subset, result.perplexity) == ("test", record["perplexity"])
-    (tmp_path / "two.json").write_text(json.dumps({"results": [record, record | {"subset": "valid"}]}))
+    hashes = record["data_sha256"] | {"valid.bin": "1", "valid.idx": "2"}
+    results = [record, record | {"subset": "valid", "data_sha256": hashes}]
+    (tmp_path / "two.json").write_text(json.dumps({"results": results}))
     assert [result.subset for result in read_results(tmp_path / "two.json")] == ["test", "valid"]
 
 
@@ -66,4 +68,19 @@ def test_what_is_no_result(tmp_path, content, said):
 def test_a_field_of_another_kind(tmp_path, record, field, value):
     (tmp_path / "result.json").write_text(json.dumps(record | {field: value}))
     with pytest.raises(DataError, match=rf"not a result of `lmtools eval`: {field}"):
+        read_results(tmp_path / "result.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"original": None}, "word_perplexity without original.tokens"),
+        ({"word_perplexity": None, "original": {"tokens": 350}}, "bits_per_byte without original.num_bytes"),
+        ({"data_sha256": {}}, "data_sha256 without dict.txt"),
+        ({"subset": "valid"}, "data_sha256 without valid.bin"),
+    ],
+)
+def test_what_belongs_together_is_there_together(tmp_path, record, changes, said):
+    (tmp_path / "result.json").write_text(json.dumps(record | changes))
+    with pytest.raises(DataError, match=said):
         read_results(tmp_path / "result.json")

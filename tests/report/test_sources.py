@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lmtools.errors import DataError
+from lmtools.files import sha256_file
 from lmtools.report.sources import read_evaluations
 from tests.support.results import write_data, write_result
 
@@ -143,3 +144,10 @@ def test_tokens_that_were_not_scored_are_as_the_result_says(folder):
     assert len(read(folder).data.split.windows) == 100
     rewrite(folder, sample_break_mode=None, tokens_per_sample=None)
     assert not read(folder).data.has_windows, "of a model whose windows are not of this kind"
+
+
+def test_a_result_that_was_edited_does_not_mix_scores_and_data(folder):
+    np.save(folder / "scores.npy", np.zeros(7, dtype=np.float32))
+    rewrite(folder, scores={"path": str(folder / "scores.npy"), "sha256": sha256_file(folder / "scores.npy")})
+    with pytest.raises(DataError, match=r"has 7 scores, but .*test has 400 tokens"):
+        read(folder)
