@@ -96,6 +96,13 @@ def strings(module: Path) -> set[str]:
     return found
 
 
+def test_the_table_of_scale_is_the_benchmark_s():
+    measured = (REPOSITORY / "benchmarks" / "results" / "scale.md").read_text(encoding="utf-8")
+    table = [line for line in measured.splitlines() if line.startswith("|")]
+    assert len(table) == 5
+    assert "\n".join(table) in (REPOSITORY / "docs" / "scale.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("script", blocks(CLUSTERS, "bash"), ids=["train", "text"])
 def test_examples_for_slurm_are_shell(script):
     checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)

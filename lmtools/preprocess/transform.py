@@ -29,6 +29,7 @@ from lmtools.preprocess.workers import run_ordered, worker_pool
 Result = TypeVar("Result")
 
 _LINES_PER_PIECE = 10_000
+_MOST_PIECES = 20_000  # each costs this process, or a cluster's scheduler, about a millisecond
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def transform(
         task: writes `piece.parts` from `piece.inputs`; pickled, so a top-level function or a `partial` of one.
         inputs: names of plain or compressed files, or `-`; several have the same number of lines.
         outputs: as many names, or `-`.
-        piece_bytes: size of a piece of a single input; several inputs are cut after every 10,000 lines.
+        piece_bytes: size of a piece of a single input, or more where that would make very many; several inputs are
+            cut after every 10,000 lines.
         workers: how many tasks run at a time; the outputs do not depend on it.
         executor: where they run, if not in processes of this call's own; it must see the same files.
         preload: modules that the task needs, for workers of this call's own.
@@ -100,6 +102,7 @@ def transform(
             plain = [stack.enter_context(plain_file(source, scratch)) for source in inputs]
             ranges: list[tuple[ByteRange, ...]] = []
             if len(inputs) == 1:
+                piece_bytes = max(piece_bytes, plain[0].stat().st_size // _MOST_PIECES)
                 ranges = [(text,) for text in cut_at_newlines(plain[0], piece_bytes, source=inputs[0])]
                 workers = min(workers, max(len(ranges), 1))  # starting a process takes longer than a piece
             pool = executor or stack.enter_context(worker_pool(workers, preload=preload))

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.agents import run_on_two_agents
 from tests.support.commands import Running, processes_with, start_command, wait_until
 
 MODEL = ["--decoder-layers", 1, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 32]
@@ -144,25 +142,8 @@ def test_two_agents_train_as_one_launcher(start: Start, golden: Path, folder: Pa
     """torchrun twice, as on two machines: the mesh spans both, and the losses are those of one machine."""
     options = ["--dp", 2, "--max-update", 4]
     assert start(*options).result(120)[0] == 0
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    agents = []
-    for rank in (0, 1):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-        command += ["--node-rank", str(rank), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-        command += ["-m", "lmtools", "train", golden / "bin", "--save-dir", tmp_path / "agents", *MODEL, *RUN, *options]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        errors = open(tmp_path / f"agent{rank}", "w+")  # noqa: SIM115 - the agent writes it
-        agents.append((subprocess.Popen([*map(str, command)], env=environment, stderr=errors), errors))
-    try:
-        for agent, errors in agents:
-            assert agent.wait(120) == 0, (errors.seek(0), errors.read())
-    finally:
-        for agent, errors in agents:
-            agent.kill()
-            agent.wait()
-            errors.close()
+    train = ["train", golden / "bin", "--save-dir", tmp_path / "agents", *MODEL, *RUN, *options]
+    run_on_two_agents(train, tmp_path)
     found, expected = updates(tmp_path / "agents"), updates(folder)
     assert len(expected) == 4
     for ours, theirs in zip(found, expected, strict=True):
