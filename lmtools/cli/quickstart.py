@@ -1,12 +1,14 @@
-"""`lmtools quickstart`: the main job from end to end, on text that every Python carries and a model that knows nothing.
+"""`lmtools quickstart`: the whole way on a small scale, on text that every Python carries, with no download.
 
 Each step is an ordinary command in a process of its own, printed before it runs: what is shown can be typed.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -17,52 +19,84 @@ from typing import Annotated
 import typer
 
 from lmtools.cli.options import WorkersOption
+from lmtools.errors import CheckpointError
 
-_PREPARE = """\
-lmtools detok topics.raw topics.detok --workers {workers}
+# The dictionary is made from all of the text, as GPT-2's has ids for any text: no token is <unk>.
+_COMMANDS = """\
+lmtools detok topics.raw train.raw valid.raw test.raw --output-dir . --workers {workers}
 lmtools bpe-encode --inputs topics.detok --outputs topics.bpe --workers {workers}
+lmtools bpe-encode --inputs train.detok --outputs train.bpe --workers {workers}
+lmtools bpe-encode --inputs valid.detok --outputs valid.bpe --workers {workers}
+lmtools bpe-encode --inputs test.detok --outputs test.bpe --workers {workers}
 lmtools binarize --only-source --trainpref topics.bpe --dict-only --destdir . --workers {workers}
-lmtools binarize --only-source --testpref topics.bpe --srcdict dict.txt --destdir topics-bin --workers {workers}
+lmtools binarize --only-source --trainpref train.bpe --validpref valid.bpe --testpref test.bpe --srcdict dict.txt \
+--destdir topics-bin --workers {workers}
+lmtools train topics-bin --save-dir run --mp 2 --arch transformer_lm_megatron_tiny --decoder-layers 2 \
+--decoder-embed-dim 128 --decoder-ffn-embed-dim 512 --decoder-attention-heads 4 --tokens-per-sample 128 \
+--batch-size 16 --optimizer adam --lr 3e-3 --lr-scheduler cosine --warmup-updates 10 --max-update {max_update} \
+--no-epoch-checkpoints --resume never
+lmtools eval topics-bin --path run/checkpoint_best --mp 2 --context-window 64 --batch-size 16 --output two-ranks.json
+lmtools reshard run/checkpoint_best one-part --mp 1
+lmtools eval topics-bin --path one-part --context-window 64 --batch-size 16 --scores scores.npy --output one-rank.json
 """
 
-_EVALUATE = """\
-lmtools eval topics-bin --path model --mp 2 --gen-subset test --batch-size 64 --context-window 48 --output result.json
-lmtools renorm-ppl --result result.json
+_NUMBERS = """\
+lmtools renorm-ppl --result one-rank.json
+lmtools generate --path run/checkpoint_best --prompts prompts.txt --max-new-tokens 40 --temperature 0.8 --seed 1
+lmtools report run one-rank.json --output report.html
 """
 
 _PRODUCED = {
-    "topics.raw": "Python's help topics, written as WikiText writes text",
-    "topics.detok": "the text detokenised",
-    "topics.bpe": "its lines as GPT-2 BPE ids",
-    "dict.txt": "the ids that occur, and how often",
-    "topics-bin/test.bin": "the ids as a model reads them",
-    "topics-bin/test.idx": "where each line begins",
-    "model/model-model_part-0.pt": "an untrained model, first of two fairseq parts",
-    "model/model-model_part-1.pt": "second part",
-    "result.json": "the perplexity, with every count and setting that went into it",
+    "train.raw": "Python's help topics, written as WikiText writes text",
+    "train.detok": "the text detokenised",
+    "train.bpe": "its lines as GPT-2 BPE ids",
+    "topics-bin/train.bin": "the ids as a model reads them",
+    "topics-bin/dict.txt": "the ids that occur, and how often",
+    "run/metrics.jsonl": "every update and validation of the training run",
+    "run/checkpoint_best/lmtools.json": "the best checkpoint's configuration; its tensors lie beside it",
+    "one-rank.json": "the perplexity, with every count and setting that went into it",
+    "report.html": "all of it to look at",
+    "scores.npy": "the log probability of each token of test.raw",
 }
+
+_AGREE = 1e-5
+"""Relative difference of two float32 losses that are sums in another order."""
 
 
 def quickstart(
     folder: Annotated[Path, typer.Argument(help="Folder for all that it makes.")] = Path("quickstart"),
     workers: WorkersOption = 2,
+    max_update: Annotated[int, typer.Option(min=1, help="Updates of training.")] = 80,
 ) -> None:
-    """Run the main job on a small text and an untrained model, one ordinary command after the other.
+    """From raw text to a trained model, its perplexity and its own words, one ordinary command after the other.
 
-    Needs no download. The perplexity is near the number of types in the dictionary: the model has learned nothing.
+    Needs no download. The model is small and hardly trained, the way is the whole one: two model-parallel ranks train
+    and evaluate it, and one rank, given the same weights in one part, must find the same loss.
     """
-    from lmtools.files import atomic_write_text
-
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(folder / "topics.raw", "".join(f"{line}\n" for line in raw_lines()))
-    run_commands(_PREPARE.format(workers=workers), folder)
-    print(f"\n# an untrained model with the types of dict.txt, in 2 parts: {folder / 'model'}")
-    write_model(folder)
-    run_commands(_EVALUATE, folder)
+    write_text(folder)
+    if (folder / "one-part").is_dir():  # of an earlier quickstart, which `reshard` would not write over
+        shutil.rmtree(folder / "one-part")
+    run_commands(_COMMANDS.format(workers=workers, max_update=max_update), folder)
+    print(f"\n# {agreement(folder / 'two-ranks.json', folder / 'one-rank.json')}")
+    run_commands(_NUMBERS, folder)
     print(f"\n# done in {time.monotonic() - started:.0f} s; in {folder}:")
     for name, meaning in _PRODUCED.items():
-        print(f"{name:27} {(folder / name).stat().st_size:9,} bytes  {meaning}")
+        print(f"{name:33} {(folder / name).stat().st_size:9,} bytes  {meaning}")
+
+
+def write_text(folder: Path) -> None:
+    """All of it as topics.raw, eight tenths as train.raw, a tenth each as valid.raw and test.raw; prompts.txt."""
+    from lmtools.files import atomic_write_text
+
+    lines = [f"{line}\n" for line in raw_lines()]
+    tenth = len(lines) // 10
+    parts = {"topics": lines, "train": lines[: -2 * tenth], "valid": lines[-2 * tenth : -tenth], "test": lines[-tenth:]}
+    for name, part in parts.items():
+        atomic_write_text(folder / f"{name}.raw", "".join(part))
+    starts = [words for line in parts["test"] if all(map(str.isalpha, words := line.split()[:3])) and len(words) == 3]
+    atomic_write_text(folder / "prompts.txt", "".join(f"{' '.join(words)}\n" for words in starts[:3]))
 
 
 def raw_lines() -> Iterator[str]:
@@ -87,28 +121,15 @@ def run_commands(commands: str, folder: Path) -> None:
             raise typer.Exit(ran.returncode)
 
 
-def write_model(folder: Path) -> None:
-    """A model of two layers with its initial values, as the two parts that fairseq would have written."""
-    import torch
+def agreement(*results: Path) -> str:
+    """How two evaluations of the same weights compare.
 
-    from lmtools.checkpoints.fairseq_write import write_fairseq_parts
-    from lmtools.data.dictionary import Dictionary
-    from lmtools.models.architectures import transformer_lm_megatron
-    from lmtools.models.transformer_lm import TransformerLM, initialize_parameter
-    from lmtools.parallel.parallelize import seeded_values
-
-    config = transformer_lm_megatron(
-        len(Dictionary.load(folder / "dict.txt")),
-        decoder_layers=2,
-        decoder_embed_dim=64,
-        decoder_ffn_embed_dim=256,
-        decoder_attention_heads=4,
-        max_target_positions=64,
-        share_decoder_input_output_embed=True,
-    )
-    with torch.device("meta"):
-        model = TransformerLM(config)
-    for earlier in (folder / "model").glob("model-model_part-?.pt"):  # of an earlier quickstart
-        earlier.unlink()
-    values = seeded_values(model, initialize_parameter, seed=1)
-    write_fairseq_parts(folder / "model", config, values, num_parts=2, dtype=torch.float32)
+    Raises:
+        CheckpointError: they differ by more than rounding.
+    """
+    first, second = (json.loads(path.read_text(encoding="utf-8"))["loss_base2"] for path in results)
+    difference = abs(first / second - 1)
+    losses = f"{results[0].stem} {first:.7f} bits, {results[1].stem} {second:.7f} bits"
+    if difference > _AGREE:
+        raise CheckpointError(f"{losses}: expected the same loss from the same weights; please report this")
+    return f"{losses}: the same to {difference:.0e}"

@@ -1,18 +1,17 @@
-"""The quickstart is the main job: a fresh clone's raw text goes all the way to a renormalised perplexity."""
+"""The quickstart goes the whole way from raw text to a trained model's renormalised perplexity."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import typer
 
-from lmtools.checkpoints.fairseq import open_fairseq
 from lmtools.cli import main
-from lmtools.cli.quickstart import raw_lines, run_commands, write_model
+from lmtools.cli.quickstart import agreement, raw_lines, run_commands
+from lmtools.errors import CheckpointError
 
 TOPICS = {
     "truth": 'Truth Value Testing\n***********\n\nAny object can be tested (for truth value), e.g. in an "if".\n\n',
@@ -49,38 +48,49 @@ def test_text_is_written_as_wikitext_writes_it():
     ]
 
 
-def test_runs_the_main_job(monkeypatch, capfd, tmp_path):
+@pytest.mark.slow
+def test_goes_the_whole_way(monkeypatch, capfd, tmp_path):
     folder = tmp_path / "quickstart"
-    assert run(monkeypatch, str(folder), "--workers", "1") == 0
+    (folder / "one-part").mkdir(parents=True)  # of an earlier quickstart
+    assert run(monkeypatch, str(folder), "--workers", "1", "--max-update", "2") == 0
     out = capfd.readouterr().out
 
     shown = re.findall(r"^\$ lmtools ([a-z-]+) ", out, flags=re.MULTILINE)
-    assert shown == ["detok", "bpe-encode", "binarize", "binarize", "eval", "renorm-ppl"]
-
-    result = json.loads((folder / "result.json").read_text())
-    original = (folder / "topics.raw").read_text()
-    num_tokens = len((folder / "topics.bpe").read_text().split()) + len(
-        (folder / "topics.bpe").read_text().splitlines()
-    )
-    assert result["tokens_scored"] == num_tokens
-    assert result["original"]["tokens"] == len(original.split()) + len(original.splitlines())
-    assert (result["mp"], result["num_parts"]) == (2, 2)
-
-    renormalized = 2 ** (result["loss_base2"] * num_tokens / result["original"]["tokens"])
+    assert shown == [
+        "detok",
+        *["bpe-encode"] * 4,
+        *["binarize"] * 2,
+        "train",
+        "eval",
+        "reshard",
+        "eval",
+        "renorm-ppl",
+        "generate",
+        "report",
+    ]
+    two, one = (json.loads((folder / f"{name}.json").read_text()) for name in ("two-ranks", "one-rank"))
+    assert (two["mp"], one["mp"], one["num_parts"]) == (2, 1, 1)
+    assert one["loss_base2"] == pytest.approx(two["loss_base2"], rel=1e-6)
+    num_tokens = len((folder / "test.bpe").read_text().split()) + len((folder / "test.bpe").read_text().splitlines())
+    assert one["tokens_scored"] == num_tokens
+    original = (folder / "test.raw").read_text()
+    assert one["original"]["tokens"] == len(original.split()) + len(original.splitlines())
+    renormalized = 2 ** (one["loss_base2"] * num_tokens / one["original"]["tokens"])
     assert f"= {renormalized:,.2f}\n" in out
 
     table = out.rpartition("# done in ")[2].splitlines()[1:]
-    listed = {Path(line.split()[0]) for line in table}
-    made = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
-    extras = {path for path in made if path.name.endswith(".meta.json")} | {Path("topics-bin/dict.txt")}
-    assert listed == made - extras
+    assert all((folder / line.split()[0]).is_file() for line in table)
+    assert len(table) == 10
 
 
-def test_model_is_written_over_that_of_an_earlier_quickstart(tmp_path):
-    for num_types in (4, 12):
-        (tmp_path / "dict.txt").write_text("".join(f"{index} 1\n" for index in range(num_types)))
-        write_model(tmp_path)
-        assert open_fairseq(tmp_path / "model").config.vocab_size == num_types + 4
+def test_losses_that_differ_are_an_error(tmp_path):
+    paths = [tmp_path / name for name in ("two-ranks.json", "one-rank.json")]
+    for path, loss in zip(paths, (8.0, 8.0000001), strict=True):
+        path.write_text(json.dumps({"loss_base2": loss}))
+    assert agreement(*paths) == "two-ranks 8.0000000 bits, one-rank 8.0000001 bits: the same to 1e-08"
+    paths[1].write_text(json.dumps({"loss_base2": 8.001}))
+    with pytest.raises(CheckpointError, match=r"two-ranks 8.0000000 bits, one-rank 8.0010000 bits: expected the same"):
+        agreement(*paths)
 
 
 def test_stops_at_the_first_command_that_fails(capfd, tmp_path):
