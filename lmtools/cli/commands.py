@@ -40,7 +40,7 @@ COMMANDS = {
     "generate": Command("generate:generate", "Continue prompts with a language model."),
     "inspect": Command("inspect:inspect", "Say what a file or folder is, and where it is broken."),
     "plot": Command("plot:plot", "Draw training runs' curves, on the terminal or as a picture."),
-    "quickstart": Command("quickstart:quickstart", "Run the main job on a small text and an untrained model."),
+    "quickstart": Command("quickstart:quickstart", "Go the whole way on a small text, from raw text to a report."),
     "renorm-ppl": Command("renorm_ppl:renorm_ppl", "Express a perplexity per token of the original text."),
     "renormalize-ppl": Command("renorm_ppl:renorm_ppl", ""),
     "report": Command("report:report", "Show runs and results as one page, with charts and provenance."),
