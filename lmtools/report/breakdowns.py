@@ -70,7 +70,7 @@ def break_down(evaluation: Evaluation) -> Breakdown | None:
     )
     return Breakdown(
         by_position=loss_by_position(log_probs, data.split.windows, num_groups=_POSITION_GROUPS)
-        if data.has_windows
+        if evaluation.result.has_windows
         else [],
         by_count=loss_by_count(log_probs, tokens, counts, left_out=_SPECIAL),
         count_source=source,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lmtools.report.result_file import Result
 from lmtools.report.sources import Evaluation
 
-_BIN = ".bin"
+_UNKNOWN = "–"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ def compare(evaluations: Sequence[Evaluation]) -> list[Row]:
         "original bytes": lambda result: _count(result.original.num_bytes if result.original else None),
         "window": lambda result: _count(result.tokens_per_sample),
         "context": lambda result: _count(result.context_window),
-        "blocks": lambda result: result.sample_break_mode or "–",
+        "memory": lambda result: _count(result.mem_len),
+        "blocks": lambda result: result.sample_break_mode or _UNKNOWN,
         "dtype": lambda result: result.dtype,
         "mp × dp": lambda result: f"{result.mp} × {result.dp}",
         "checkpoint": lambda result: result.path,
@@ -48,7 +49,7 @@ def compare(evaluations: Sequence[Evaluation]) -> list[Row]:
         "data sha256": lambda result: short(_data_hash(result)),
         "dictionary sha256": lambda result: short(result.data_sha256.get("dict.txt", "")),
         **{
-            name: lambda result, name=name: result.versions.get(name, "–")  # type: ignore[misc]
+            name: lambda result, name=name: result.versions.get(name, _UNKNOWN)  # type: ignore[misc]
             for name in ("lmtools", "torch")
         },
     }
@@ -61,7 +62,7 @@ def compare(evaluations: Sequence[Evaluation]) -> list[Row]:
     for label, value in settings.items():
         cells = [str(value(result)) for result in results]
         rows.append(Row(label, cells, len(set(cells)) > 1))
-    return rows
+    return [row for row in rows if set(row.cells) != {_UNKNOWN}]
 
 
 def comparability(evaluations: Sequence[Evaluation]) -> list[str]:
@@ -78,8 +79,8 @@ def comparability(evaluations: Sequence[Evaluation]) -> list[str]:
         notes.append("All are of one text in different tokens: compare per original token or per byte, not per token.")
     else:
         notes.append("These are not all of one text, as far as is known: a lower number need not be a better model.")
-    if len({(result.tokens_per_sample, result.context_window) for result in results}) > 1:
-        notes.append("Windows or contexts differ: more context gives a lower perplexity with the same model.")
+    if len({(result.tokens_per_sample, result.context_window, result.mem_len) for result in results}) > 1:
+        notes.append("Windows, contexts or memories differ: more context gives a lower perplexity with the same model.")
     if any(result.tokens_skipped for result in results):
         notes.append("Not every token was scored, and what is left out can move a perplexity either way.")
     return notes
@@ -88,14 +89,14 @@ def comparability(evaluations: Sequence[Evaluation]) -> list[str]:
 def short(*digests: str) -> str:
     """The head of a hash, and how many more there are."""
     more = f" +{len(digests) - 1}" if len(digests) > 1 else ""
-    return f"{digests[0][:12]}{more}" if digests and digests[0] else "–"
+    return f"{digests[0][:12]}{more}" if digests and digests[0] else _UNKNOWN
 
 
 def _lower_is_better(label: str, values: Sequence[float | None], form: str) -> Row:
     known = [value for value in values if value is not None]
     low = min(known, default=None)
     best = values.index(low) if low is not None and known.count(low) == 1 and len(known) > 1 else None
-    cells = ["–" if value is None else rounded(value, form) for value in values]
+    cells = [_UNKNOWN if value is None else rounded(value, form) for value in values]
     return Row(label, cells, len(set(values)) > 1, best)
 
 
@@ -105,11 +106,11 @@ def rounded(value: float, form: str = ",.2f") -> str:
 
 
 def _count(value: int | None) -> str:
-    return "–" if value is None else f"{value:,}"
+    return _UNKNOWN if value is None else f"{value:,}"
 
 
 def _data_hash(result: Result) -> str:
-    return result.data_sha256.get(f"{result.subset}{_BIN}", "")
+    return result.data_sha256.get(f"{result.subset}.bin", "")
 
 
 def _text(result: Result) -> tuple[object, ...]:

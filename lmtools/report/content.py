@@ -105,6 +105,10 @@ def _section(evaluation: Evaluation, manifests: Sequence[Path]) -> tuple[Section
     found, unreadable = read_manifests(folders)
     chain = chain_of(evaluation.result.data_sha256.values(), found)
     missing = [*evaluation.missing, *unreadable]
+    if not evaluation.result.has_windows:
+        missing.append(
+            f"{evaluation.name}: loss by position; the result does not say how the text was cut into windows"
+        )
     original = evaluation.result.original
     raw = original.path if original is not None else None
     if not any(record.path == raw for record in chain.sources):

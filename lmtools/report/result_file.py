@@ -33,7 +33,11 @@ class ScoresFile(_Record):
 
 
 class Result(_Record):
-    """One evaluated split; fields as in `lmtools.evaluate.result`. Results of earlier versions have no `scores`."""
+    """One evaluated split; fields as in `lmtools.evaluate.result`.
+
+    Models with memory have `mem_len` and read chunks of `tokens_per_sample`, others have `context_window` and
+    `sample_break_mode`. Results of earlier versions have no `scores`.
+    """
 
     format: Literal["lmtools-eval"]
     format_version: Literal[1]
@@ -52,6 +56,7 @@ class Result(_Record):
     tokens_per_sample: PositiveInt | None = None
     context_window: int | None = Field(default=None, ge=0)
     sample_break_mode: Literal["none", "complete", "eos"] | None = None
+    mem_len: int | None = Field(default=None, ge=0)
     dtype: str
     path: str
     data: str
@@ -65,6 +70,12 @@ class Result(_Record):
     seconds: FiniteFloat
     tokens_per_second: FiniteFloat | None
     scores: ScoresFile | None = None
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether it is known how the stream was cut."""
+        is_told = self.sample_break_mode is not None or self.mem_len is not None
+        return self.tokens_per_sample is not None and is_told
 
     @model_validator(mode="after")
     def _is_whole(self) -> Result:

@@ -29,14 +29,12 @@ class Data:
     Attributes:
         folder: where it lies.
         dictionary: of the folder.
-        split: its tokens and windows; the windows mean nothing where `has_windows` is false.
-        has_windows: whether the result says how the stream was cut.
+        split: its tokens and windows; the windows mean nothing where the result does not say how they were cut.
     """
 
     folder: Path
     dictionary: Dictionary
     split: EvalSplit
-    has_windows: bool
 
 
 @dataclass(frozen=True)
@@ -182,7 +180,6 @@ def _load_scores(path: Path) -> LogProbs:
 
 def _open_data(folder: Path, result: Result) -> Data:
     dictionary = Dictionary.load(folder / "dict.txt")
-    has_windows = result.tokens_per_sample is not None and result.sample_break_mode is not None
     split = open_split(
         folder,
         result.subset,
@@ -192,4 +189,4 @@ def _open_data(folder: Path, result: Result) -> Data:
         break_mode=result.sample_break_mode or "none",
         skip_too_long=result.tokens_skipped > 0,
     )
-    return Data(folder, dictionary, split, has_windows)
+    return Data(folder, dictionary, split)

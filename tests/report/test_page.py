@@ -166,7 +166,17 @@ def test_a_result_of_a_part_of_the_numbers(folder):
     assert "1e+300 perplexity per token" in page.text
     assert "without the 100 tokens of a run before" in page.text
     assert "Loss by token frequency" in page.text
-    assert "Loss by position" not in page.text
+    assert "Loss by position in" not in page.text
+    assert "loss by position; the result does not say how the text was cut" in page.text
+
+
+def test_a_model_with_memory_reads_chunks(folder):
+    without = {"context_window": None, "sample_break_mode": None}
+    write_result(folder / "txl.json", folder / "bin", folder / "txl.npy", mem_len=640, tokens_skipped=7, **without)
+    page = page_of(folder / "txl.json")
+    assert "Chunks of 8 tokens, with a memory of the 640 before" in page.text
+    assert "7 of 400 tokens were not scored: as in fairseq, the first of each chunk" in page.text
+    assert "Loss by position" in page.text
 
 
 def test_a_path_that_is_no_text(folder):

@@ -143,7 +143,11 @@ def test_tokens_that_were_not_scored_are_as_the_result_says(folder):
     rewrite(folder, sample_break_mode="eos", tokens_per_sample=4, context_window=0)
     assert len(read(folder).data.split.windows) == 100
     rewrite(folder, sample_break_mode=None, tokens_per_sample=None)
-    assert not read(folder).data.has_windows, "of a model whose windows are not of this kind"
+    assert not read(folder).result.has_windows
+    rewrite(folder, tokens_per_sample=8, mem_len=0, context_window=None)
+    evaluation = read(folder)
+    assert evaluation.result.has_windows
+    assert evaluation.data.split.windows[1].tolist() == [8, 8, 16], "chunks"
 
 
 def test_a_result_that_was_edited_does_not_mix_scores_and_data(folder):
