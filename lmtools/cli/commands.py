@@ -34,6 +34,7 @@ COMMANDS = {
     "bpe-encode": Command(
         "bpe_encode:bpe_encode", "Encode text with GPT-2's BPE, as fairseq's encoder does.", takes_many=True
     ),
+    "crosscheck": Command("crosscheck:crosscheck", "Run fairseq beside lmtools on your data, and show what differs."),
     "detok": Command("detok:detok", "Detokenise WikiText, as fairseq's megatron_11b example does."),
     "download": Command("download:download", "Fetch checkpoints, dictionaries and texts, and check them."),
     "eval": Command("eval:evaluate", "Score a split with a checkpoint and report its perplexity."),

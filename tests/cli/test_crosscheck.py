@@ -1,0 +1,41 @@
+"""`lmtools crosscheck` without fairseq: one line. With it: tests/parity/test_crosscheck.py."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def without_fairseq(tmp_path):
+    """An interpreter that looks for fairseq and does not find it."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
+    return python
+
+
+def test_without_fairseq_it_says_how_to_install_it(lmtools, golden, without_fairseq, monkeypatch):
+    expected = (
+        f"lmtools: crosscheck: {without_fairseq} has no fairseq; run `pip install 'lmtools[fairseq]'` with Python "
+        "3.11, or name an interpreter that has it with --fairseq-python or LMTOOLS_FAIRSEQ_PYTHON\n"
+    )
+    command = ["crosscheck", golden / "bin", "--path", golden / "mp4"]
+    assert lmtools(*command, "--fairseq-python", without_fairseq) == (2, "", expected)
+    monkeypatch.setenv("LMTOOLS_FAIRSEQ_PYTHON", str(without_fairseq))
+    assert lmtools(*command) == (2, "", expected)
+
+
+def test_interpreter_that_does_not_run(lmtools, golden, tmp_path):
+    ran = lmtools("crosscheck", golden / "bin", "--path", golden / "mp4", "--fairseq-python", tmp_path / "none")
+    assert ran.code == 2
+    assert ran.err == f"lmtools: --fairseq-python {tmp_path}/none: does not run (No such file or directory)\n"
+
+
+def test_program_of_fairseq_that_fails_says_its_last_line(lmtools, golden, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\n[ $1 = -c ] && echo '{}' || { echo first >&2; echo no such module >&2; exit 5; }\n")
+    python.chmod(0o755)
+    command = ["crosscheck", golden / "bin", "--path", golden / "mp4", "--raw", golden / "train.txt"]
+    ran = lmtools(*command, "--fairseq-python", python)
+    assert ran.code == 1
+    assert ran.err.splitlines()[-1] == "lmtools: fairseq's detok failed (exit 5): no such module"
