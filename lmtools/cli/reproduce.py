@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmtools.cli.options import JsonOption, print_json, say
-from lmtools.files import disk_errors
+from lmtools.errors import LmtoolsError
+from lmtools.files import atomic_write_text, disk_errors
 
 if TYPE_CHECKING:
     from lmtools.recipes.recipe import Recipe, Step
@@ -42,7 +43,9 @@ def reproduce(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show each stage and what it takes, and run none.")
     ] = False,
-    show: Annotated[bool, typer.Option("--show", help="Print the recipe, to copy and edit, and run nothing.")] = False,
+    copy: Annotated[
+        Path | None, typer.Option("--copy", help="Write the recipe to this file, to edit and run, and run nothing.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Reproduce a published perplexity and show both numbers side by side.
@@ -57,8 +60,10 @@ def reproduce(
 
     file = find_recipe(recipe)
     content = read_recipe(file)
-    if show:
-        print(file.read_text(encoding="utf-8"), end="")
+    if copy is not None:
+        if copy.exists():
+            raise LmtoolsError(f"--copy {copy}: exists already; choose another name or remove it")
+        atomic_write_text(copy, file.read_text(encoding="utf-8"))
         return
     given: dict[str, Value] = dict(_assignment(text) for text in values or [])
     for name, path in (("checkpoint", checkpoint), ("srcdict", srcdict), ("raw", raw)):

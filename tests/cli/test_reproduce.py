@@ -142,10 +142,15 @@ def test_dry_run_writes_nothing(lmtools, own, tmp_path):
     assert document["disk_bytes"] == 10
 
 
-def test_shown_recipe_is_one_to_run(lmtools, tmp_path):
-    (tmp_path / "copy.toml").write_text(lmtools("reproduce", "megatron-11b", "--show").out)
+def test_copied_recipe_is_one_to_run(lmtools, tmp_path):
+    assert lmtools("reproduce", "megatron-11b", "--copy", tmp_path / "copy.toml").code == 0
     ran = lmtools("reproduce", tmp_path / "copy.toml", "--dry-run", "--workdir", tmp_path)
     assert ran.code == 0
+    again = lmtools("reproduce", "megatron-11b", "--copy", tmp_path / "copy.toml")
+    assert (again.code, "exists already" in again.err) == (1, True)
+
+
+def test_value_without_a_name_is_wrong_usage(lmtools):
     assert lmtools("reproduce", "megatron-11b", "--set", "context_window").code == 2
 
 
