@@ -40,8 +40,11 @@ def text_workers(
     if scheduler is None:
         yield TextWorkers(workers=useful_workers(workers), executor=None)
         return
+    import logging
+
     from lmtools.preprocess.cluster import dask_cluster
 
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # what goes wrong is said once, by an error
     with dask_cluster(scheduler, reads=reads, writes=writes) as cluster:
         say(f"{scheduler}: {cluster.num_threads} tasks at a time")
         yield TextWorkers(workers=cluster.num_threads, executor=cluster.executor)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import os
 import tempfile
 import threading
@@ -87,7 +86,6 @@ def dask_cluster(address: str, *, reads: Sequence[str], writes: Sequence[str]) -
             raise ConfigError(
                 f"{name}: --scheduler needs an output that is a file, where the workers can write beside it"
             )
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # what goes wrong is said here, once
     with ExitStack() as stack:
         tokens = [stack.enter_context(_token_file(name)) for name in writes]
         texts = [name for name in reads if not is_device_or_pipe(name) and Path(name).suffix not in COMPRESSED_SUFFIXES]
@@ -165,10 +163,7 @@ def _require_workers(client: Client, address: str, expected: Expected) -> int:
         ) from error
     for worker, found in sorted(client.run(fault, expected, on_error="return").items()):
         if isinstance(found, Exception):
-            raise WorkerError(
-                f"worker {worker} cannot run lmtools ({type(found).__name__}: {found}); "
-                f"install lmtools {__version__} there"
-            )
+            raise WorkerError(f"worker {worker} cannot run lmtools: {found}; install lmtools {__version__} there")
         if found:
             raise WorkerError(f"worker {worker} {found}")
     return sum(client.nthreads().values())

@@ -241,6 +241,15 @@ def test_what_a_worker_may_lack(tmp_path: Path) -> None:
     assert "expected 0.0.0; install one version" in fault(Expected("0.0.0", ()))
 
 
+def test_a_worker_without_lmtools_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "other" / "lmtools").mkdir(parents=True)  # is found first, and has nothing
+    (tmp_path / "other" / "lmtools" / "__init__.py").touch()
+    with dask_processes(tmp_path) as dask:
+        dask.start_worker(PYTHONPATH=str(tmp_path / "other"))
+        with pytest.raises(WorkerError, match=r"^worker tcp://\S+ cannot run lmtools: ModuleNotFoundError.*install"):
+            connect(dask.address)
+
+
 def test_a_worker_that_joins_later_is_asked_too(dask: DaskProcesses, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_bytes(b"x")
