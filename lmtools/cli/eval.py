@@ -67,6 +67,17 @@ def evaluate(
     dp: Annotated[int, typer.Option("--dp", min=1, help="Replicas that score disjoint windows.")] = 1,
     dtype: Annotated[DType, typer.Option(help="What the model computes in; sums are always float64.")] = DType.float32,
     device: Annotated[Device | None, typer.Option(help="Default: cuda where there is one.")] = None,
+    offload: Annotated[
+        bool,
+        typer.Option(
+            "--offload",
+            help="Leave the model's blocks in their files and read each when its turn comes; for one process.",
+        ),
+    ] = False,
+    offload_memory: Annotated[
+        float,
+        typer.Option(min=0, help="GiB that --offload may use; as many windows go through a block together as fit."),
+    ] = 6.0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the result to this JSON file.")] = None,
     scores: Annotated[
         Path | None, typer.Option(help="Write the natural-log probability of every token to this .npy file.")
@@ -88,12 +99,15 @@ def evaluate(
 ) -> None:
     """Score every token of a split exactly once and report the perplexity with all its counts."""
     subsets = gen_subset.split(",")
+    if offload and mp * dp > 1:
+        raise ConfigError(f"--offload: is for one process, found --mp {mp} --dp {dp}")
     _require_sensible_options(subsets, context_window, add_bos_token, output, scores, resume, orig_tokens or orig_bytes)
 
     import torch
 
     from lmtools import __version__
     from lmtools.checkpoints.load import load_model, open_checkpoint, require_divisible, rows_of_dictionary
+    from lmtools.checkpoints.offload import load_offloaded, windows_together
     from lmtools.data.dictionary import Dictionary
     from lmtools.evaluate.batches import cut_batches
     from lmtools.evaluate.result import checkpoint_hashes, result_of, summary_of
@@ -133,6 +147,13 @@ def evaluate(
             require_rows(split, rows, dictionary)
     if batch_size is None and max_tokens is None:
         batch_size = 8
+        if offload:
+            batch_size = windows_together(
+                checkpoint.config,
+                memory_bytes=int(offload_memory * 2**30),
+                length=tokens_per_sample + int(add_bos_token),
+                dtype=getattr(torch, dtype.value),
+            )
     batches = [
         cut_batches(split.windows, batch_size=batch_size, max_tokens=max_tokens, num_extra=int(add_bos_token))
         for split in splits
@@ -154,7 +175,10 @@ def evaluate(
         if mesh.rank == 0 and mesh.device.type == "cpu" and dtype is DType.float16:
             say("eval: float16 products are hundreds of times slower than float32 on a CPU; consider --dtype bfloat16")
         with _bar(mesh, "load model", None, "bytes") as advance:
-            model = load_model(checkpoint, mesh, getattr(torch, dtype.value), progress=advance)
+            if offload:
+                model = load_offloaded(checkpoint, mesh.device, getattr(torch, dtype.value), progress=advance)
+            else:
+                model = load_model(checkpoint, mesh, getattr(torch, dtype.value), progress=advance)
             hashes = checkpoint_hashes(checkpoint.paths, mesh, progress=advance)
         for split, bounds in zip(splits, batches, strict=True):
             with _bar(mesh, f"eval {split.name}", split.tokens_to_score, "tokens") as advance:
@@ -183,6 +207,7 @@ def evaluate(
         "max_tokens": max_tokens,
         "mp": mp,
         "dp": dp,
+        "offload": offload,
         "device": str(mesh.device),
         "num_parts": checkpoint.num_parts,
         "model": asdict(checkpoint.config),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from lmtools.checkpoints.offload import is_offloaded
 from lmtools.data.blocks import Offsets, Tokens, window_input
 from lmtools.errors import DataError
 from lmtools.evaluate.batches import Bounds, batches_of_round, num_rounds
@@ -112,8 +113,8 @@ def score_batch(model: TransformerLM, batch: Batch, device: torch.device) -> Ten
 
 
 def _rows_at_a_time(model: TransformerLM, tokens: Tensor) -> int:
-    """All rows on a GPU; on a CPU as many as keep the widest activation within CPU_ACTIVATION_BYTES."""
-    if tokens.device.type != "cpu":
+    """On a CPU as many as keep the widest activation within CPU_ACTIVATION_BYTES; all on a GPU, or off the disk."""
+    if tokens.device.type != "cpu" or is_offloaded(model):
         return len(tokens)
     bytes_per_row = tokens.shape[1] * model.config.decoder_ffn_embed_dim * model.embed_tokens.weight.itemsize
     return max(1, CPU_ACTIVATION_BYTES // bytes_per_row)
