@@ -35,7 +35,7 @@ def compare(evaluations: Sequence[Evaluation]) -> list[Row]:
         "split": lambda result: result.subset,
         "tokens scored": lambda result: f"{result.tokens_scored:,}",
         "tokens not scored": lambda result: f"{result.tokens_skipped:,}",
-        "<unk>": lambda result: f"{result.tokens_unk:,}",
+        "<unk>": lambda result: _count(result.tokens_unk),
         "original tokens": lambda result: _count(result.original.tokens if result.original else None),
         "original bytes": lambda result: _count(result.original.num_bytes if result.original else None),
         "window": lambda result: _count(result.tokens_per_sample),

@@ -51,7 +51,7 @@ def chain_of(digests: Iterable[str], manifests: Sequence[Manifest]) -> Chain:
         digests: sha256 of the files.
         manifests: all that are known; those of other files are left out.
     """
-    made_by = {record.sha256: manifest for manifest in manifests for record in manifest.outputs}
+    made_by = _makers(manifests)
     steps: list[Manifest] = []
     sources: dict[str, FileRecord] = {}
     entered: list[Manifest] = []
@@ -72,3 +72,14 @@ def chain_of(digests: Iterable[str], manifests: Sequence[Manifest]) -> Chain:
         if digest in made_by:
             follow(made_by[digest])
     return Chain(steps, list(sources.values()))
+
+
+def _makers(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
+    """The step that made the file of each hash; one that left a file as it was only where no other is known."""
+    made_by: dict[str, Manifest] = {}
+    for is_passed_on in (True, False):
+        for manifest in manifests:
+            read = {record.sha256 for record in manifest.inputs}
+            written = {record.sha256 for record in manifest.outputs}
+            made_by |= dict.fromkeys(written & read if is_passed_on else written - read, manifest)
+    return made_by

@@ -48,7 +48,7 @@ class Result(_Record):
     tokens_scored: PositiveInt
     tokens_in_split: PositiveInt
     tokens_skipped: int = Field(ge=0)
-    tokens_unk: int = Field(ge=0)
+    tokens_unk: int | None = Field(default=None, ge=0)
     word_perplexity: FiniteFloat | None
     bits_per_byte: FiniteFloat | None
     original: Original | None
@@ -119,4 +119,5 @@ def _result(record: Any, path: Path) -> Result:
 def _first(errors: Sequence[Any]) -> str:
     """The first thing that is wrong, in a line."""
     where = ".".join(str(part) for part in errors[0]["loc"]) or "the document"
-    return f"{where}: {errors[0]['msg']}, found {str(errors[0]['input'])[:60]!r}"
+    found = "" if errors[0]["type"] == "missing" else f", found {str(errors[0]['input'])[:60]!r}"
+    return f"{where}: {errors[0]['msg']}{found}"

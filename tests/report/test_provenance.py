@@ -41,6 +41,13 @@ def test_a_step_that_changed_nothing_does_not_lead_in_a_circle():
     assert chain.sources == [record("raw", "x")]
 
 
+def test_a_step_that_copies_a_file_has_not_made_it():
+    """`binarize --srcdict` writes the dictionary that it was given beside its splits."""
+    copies = step("binarize", [record("bpe"), record("dict.txt")], [record("test.bin"), record("dict.txt")])
+    for manifests in ([copies, DICT, BPE], [DICT, BPE, copies]):
+        assert chain_of(["sha of test.bin", "sha of dict.txt"], manifests).steps == [BPE, DICT, copies]
+
+
 def test_steps_that_undo_each_other_do_not_lead_in_a_circle():
     there, back = step("a", [record("x")], [record("y")]), step("b", [record("y")], [record("x")])
     assert set(map(id, chain_of(["sha of x"], [there, back]).steps)) == {id(there), id(back)}

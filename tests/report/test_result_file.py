@@ -26,7 +26,7 @@ def test_one_result_or_several(tmp_path, record):
 
 
 def test_a_result_of_before_scores_were_recorded(tmp_path, record):
-    del record["scores"], record["tokens_resumed"]
+    del record["scores"], record["tokens_resumed"], record["tokens_unk"]
     (tmp_path / "old.json").write_text(json.dumps(record))
     [result] = read_results(tmp_path / "old.json")
     assert result.scores is None
@@ -40,6 +40,7 @@ def test_a_result_of_before_scores_were_recorded(tmp_path, record):
         ("7", "expected a result of `lmtools eval --output`"),
         ('{"results": []}', "expected a result of `lmtools eval --output`"),
         ('{"results": [7]}', "the document: Input should be a valid dictionary"),
+        ('{"format": "lmtools-eval", "format_version": 1}', "subset: Field required"),
         ('{"format": "lmtools-manifest"}', "format: Input should be 'lmtools-eval', found 'lmtools-manifest'"),
     ],
 )
