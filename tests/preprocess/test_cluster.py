@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -137,6 +139,25 @@ def test_a_bug_brings_its_traceback(dask: DaskProcesses) -> None:
     ):
         list(run_ordered(tasks.divide, [0], workers=2, executor=cluster.executor))
     assert "tasks.py" in caught.value.traceback
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_command_and_leaves_nothing(dask: DaskProcesses, text: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lmtools", "detok", "a.raw", "a.detok", "--scheduler", dask.address]
+    text.write_bytes(text.read_bytes() * 20)
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as client:
+        end = time.monotonic() + 60
+        while not list(tmp_path.glob(".a.detok.*/0*")):
+            assert time.monotonic() < end
+            assert client.poll() is None
+            time.sleep(0.05)
+        client.send_signal(signal.SIGINT)
+        assert client.wait(timeout=30) == 130
+        assert client.stderr is not None
+        assert "Traceback" not in client.stderr.read()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.raw"]
+    with dask_cluster(dask.address, reads=[], writes=[]) as cluster:  # its tasks do not go on
+        assert list(run_ordered(tasks.square_slowly, [3], workers=1, executor=cluster.executor)) == [9]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import itertools
 import lzma
 import os
 import subprocess
@@ -29,6 +30,7 @@ from lmtools.preprocess.lines import (
     read_lines,
     read_text_lines,
     scratch_folder,
+    write_part,
 )
 
 # Line feeds, and everything else that some tool takes for the end of a line.
@@ -162,6 +164,61 @@ def test_the_scratch_folder_goes_however_the_block_ends(tmp_path: Path, error: t
         with pytest.raises(error):
             block()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_scratch_folder_goes_though_a_task_elsewhere_still_writes_into_it(tmp_path: Path) -> None:
+    ended: list[type[OSError]] = []
+
+    def write_on(folder: Path) -> None:
+        for number in itertools.count():
+            try:
+                with write_part(folder / str(number)) as stream:
+                    stream.write(b"a part")
+            except OSError as error:
+                ended.append(type(error))
+                return
+
+    with scratch_folder(tmp_path / "output") as scratch:
+        writers = [threading.Thread(target=write_on, args=(scratch,)) for _ in range(4)]
+        for writer in writers:
+            writer.start()
+        wait_for(scratch / "9")
+    for writer in writers:
+        writer.join()
+    assert ended == [FileNotFoundError] * 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def fail_in_a_part(part: Path) -> None:
+    with write_part(part) as stream:
+        stream.write(b"half of it")
+        raise DataError("a line")
+
+
+def test_a_part_is_complete_or_absent(tmp_path: Path) -> None:
+    part = tmp_path / "0"
+    with pytest.raises(DataError):
+        fail_in_a_part(part)
+    assert not part.exists()
+
+
+def test_a_part_that_two_workers_write_is_whole_at_any_time(tmp_path: Path) -> None:
+    part = tmp_path / "0"
+    with write_part(part) as slow:  # of a worker that is taken for lost
+        slow.write(b"all ")
+        slow.flush()
+        with write_part(part) as fast:
+            fast.write(b"all of it")
+        assert part.read_bytes() == b"all of it"
+        slow.write(b"of it")
+    assert part.read_bytes() == b"all of it"
 
 
 def test_a_missing_output_folder_is_named(tmp_path: Path) -> None:
