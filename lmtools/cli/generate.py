@@ -151,8 +151,10 @@ def _read_prompts(source: str) -> list[str]:
 
 
 def _encode(codec: Codec, text: str, number: int) -> list[int]:
+    from lmtools.preprocess.codec import encode_prompt
+
     try:
-        return codec.encode(text)
+        return encode_prompt(codec, text)
     except DataError as error:
         raise DataError(f"prompt {number}: {error}") from error
 

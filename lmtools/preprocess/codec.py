@@ -8,13 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from lmtools.data.dictionary import Dictionary
 from lmtools.errors import ConfigError, DataError
 from lmtools.preprocess.gpt2_vocabulary import Vocabulary
-
-T = TypeVar("T")
 
 _UNWORDED = re.compile(r"<s>|<pad>|</s>|madeupword\d+")
 """Symbols that stand for no text: fairseq's padding of dictionaries, and special symbols but `<unk>`."""
@@ -30,10 +28,10 @@ class Codec(Protocol):
     known: list[int]
 
     def encode(self, text: str) -> list[int]:
-        """The indices of a line.
+        """The indices of a text, white space at its ends and all; an empty one has none.
 
         Raises:
-            DataError: it is empty, or has something that no index stands for.
+            DataError: it has something that no index stands for.
         """
 
     def decode(self, indices: Sequence[int]) -> str:
@@ -56,7 +54,7 @@ class WordCodec:
         for word in words:
             if word not in self._dictionary:
                 raise DataError(f"the word {word!r} is not in the dictionary; take another, or write <unk> for it")
-        return [self._dictionary.index(word) for word in _require_some(words)]
+        return [self._dictionary.index(word) for word in words]
 
     def decode(self, indices: Sequence[int]) -> str:
         """See `Codec`."""
@@ -75,21 +73,21 @@ class BpeCodec:
         from lmtools.preprocess.bpe_encoder import Encoder
 
         self._dictionary = dictionary
-        self._encode_line = Encoder(vocabulary).encode_line
+        self._encode_text = Encoder(vocabulary).encode_text
         bytes_of_id = {str(id_): token for token, id_ in vocabulary.ids.items()} | {"<unk>": b"<unk>"}
         self._bytes = {index: bytes_of_id[word] for index, word in enumerate(dictionary.symbols) if word in bytes_of_id}
         self.known = list(self._bytes)
 
     def encode(self, text: str) -> list[int]:
-        """See `Codec`. White space at the ends is left out, as `bpe-encode` does."""
-        ids = self._encode_line(text.strip()).decode("ascii").split()
+        """See `Codec`."""
+        ids = self._encode_text(text).decode("ascii").split()
         for id_ in ids:
             if id_ not in self._dictionary:
                 raise DataError(
                     f"the BPE token {id_} is not in the dictionary; take other words, or give --bpe none if the prompt "
                     "is encoded already"
                 )
-        return [self._dictionary.index(id_) for id_ in _require_some(ids)]
+        return [self._dictionary.index(id_) for id_ in ids]
 
     def decode(self, indices: Sequence[int]) -> str:
         """See `Codec`. Bytes that are no UTF-8, of a character whose tokens are not all there, become U+FFFD."""
@@ -130,8 +128,7 @@ class TokenizerCodec:
 
     def encode(self, text: str) -> list[int]:
         """See `Codec`."""
-        ids = self._tokenizer.encode(text.strip(), add_special_tokens=False).ids
-        return _require_some(ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, indices: Sequence[int]) -> str:
         """See `Codec`."""
@@ -142,10 +139,15 @@ class TokenizerCodec:
         return str(self._tokenizer.decode([index], skip_special_tokens=False))
 
 
-def _require_some(words: list[T]) -> list[T]:
-    if not words:
+def encode_prompt(codec: Codec, text: str) -> list[int]:
+    """The indices of a prompt, without white space at its ends, as `bpe-encode` leaves it out.
+
+    Raises:
+        DataError: it is empty, or has something that no index stands for.
+    """
+    if not text.strip():
         raise DataError("is empty; a prompt has at least one word")
-    return words
+    return codec.encode(text.strip())
 
 
 def is_bpe(dictionary: Dictionary) -> bool:
