@@ -80,3 +80,17 @@ def tokenizer_of(checkpoint: Checkpoint, dictionary: Path | None, bpe: Bpe | Non
     as_words = bpe is Bpe.none or (bpe is None and not is_bpe(words))
     vocabulary = None if as_words else read_vocabulary(find_vocabulary(None, None))
     return tokenizer_files(words, vocabulary, max_length=checkpoint.config.max_target_positions)
+
+
+def padded_dictionary(checkpoint: Checkpoint, dictionary: Path | None) -> dict[str, str] | None:
+    """A dict.txt with a row for each row of the embedding, as fairseq wants it; None if there is no dictionary."""
+    from lmtools.checkpoints.load import require_dictionary_fits
+    from lmtools.data.dictionary import Dictionary
+
+    place = dictionary or find_dictionary(checkpoint)
+    if place is None:
+        return None
+    place = place / "dict.txt" if place.is_dir() else place
+    words = Dictionary.load(place)
+    require_dictionary_fits(checkpoint, len(words), place)
+    return {"dict.txt": words.padded(checkpoint.config.vocab_size).to_bytes().decode("utf-8")}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lmtools.cli.dictionaries import Bpe, tokenizer_of
+from lmtools.cli.dictionaries import Bpe, padded_dictionary, tokenizer_of
 from lmtools.cli.options import Advance, DType, JsonOption, print_json, progress_bar, say
 from lmtools.errors import ConfigError
 
@@ -46,7 +46,7 @@ def reshard(
     ] = False,
     dictionary: Annotated[
         Path | None,
-        typer.Option("--dict", help="hf: dict.txt or its folder; beside IN or in a run's data if not given."),
+        typer.Option("--dict", help="dict.txt or its folder, for OUT; beside IN or in a run's data if not given."),
     ] = None,
     bpe: Annotated[
         Bpe | None, typer.Option(help="hf: gpt2, or none for words; gpt2 for a dictionary of numbers if not given.")
@@ -65,13 +65,15 @@ def reshard(
     def bar(description: str, total: int) -> AbstractContextManager[Advance]:
         return progress_bar(description, total=total)
 
-    if (dictionary or bpe) and format is not Format.hf:
-        raise ConfigError(f"--dict and --bpe: --format {format.value} has no tokenizer; leave them out")
-    tokenizer = None
+    if bpe and format is not Format.hf:
+        raise ConfigError(f"--bpe: --format {format.value} has no tokenizer; leave it out")
+    checkpoint = open_checkpoint(source)
     if format is Format.hf:
-        tokenizer = tokenizer_of(open_checkpoint(source), dictionary, bpe)
-        if tokenizer is None:
+        more_files = tokenizer_of(checkpoint, dictionary, bpe)
+        if more_files is None:
             say(f"{source}: has no dict.txt beside it, so {target} gets no tokenizer; --dict names one")
+    else:
+        more_files = padded_dictionary(checkpoint, dictionary)
 
     result = reshard_checkpoint(
         source,
@@ -81,7 +83,7 @@ def reshard(
         dtype=getattr(torch, dtype.value) if dtype else None,
         verify=verify,
         allow_replica_drift=allow_replica_drift,
-        more_files=tokenizer,
+        more_files=more_files,
         bar=bar,
     )
     if as_json:

@@ -20,6 +20,7 @@ Source: fairseq, `fairseq/data/dictionary.py`.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -134,6 +135,18 @@ class Dictionary:
                 words.append(symbol)
             number += 1
         return cls(words, [count for _, count in kept] + [0] * (len(words) - len(kept)))
+
+    def padded(self, num_types: int) -> Dictionary:
+        """The same dictionary with as many types as an embedding has rows, as fairseq's `pad_to_multiple_` makes it.
+
+        Args:
+            num_types: how many, no fewer than there are.
+        """
+        words = list(self.symbols[len(SPECIAL_SYMBOLS) :])
+        counts = list(self.counts[len(SPECIAL_SYMBOLS) :])
+        names = (name for number in itertools.count() if (name := f"madeupword{number:04d}") not in self)
+        added = list(itertools.islice(names, max(num_types - len(self), 0)))
+        return Dictionary(words + added, counts + [0] * len(added))
 
     def to_bytes(self) -> bytes:
         """The content of dict.txt.

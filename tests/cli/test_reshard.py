@@ -92,3 +92,21 @@ def test_a_missing_part_is_named(lmtools, golden, tmp_path):
     assert ran.err.splitlines() == [
         f"lmtools: {tmp_path / 'source'}: 1 of 4 parts missing: model-model_part-2.pt",
     ]
+
+
+def test_the_dictionary_goes_along_with_a_row_for_each_of_the_embedding(lmtools, golden, tmp_path):
+    arguments = ["--format", "fairseq", "--dict", golden / "bin"]
+    assert lmtools("reshard", golden / "mp4", tmp_path / "one", *arguments).code == 0
+    own, padded = ((folder / "dict.txt").read_bytes() for folder in (golden / "bin", tmp_path / "one"))
+    assert padded.startswith(own)
+    assert padded.count(b"\n") == 160 - 4
+    assert lmtools("reshard", tmp_path / "one", tmp_path / "set").code == 0  # found beside it
+    assert (tmp_path / "set" / "dict.txt").read_bytes() == padded
+
+
+def test_a_dictionary_of_another_model_is_refused(lmtools, golden, tmp_path):
+    (tmp_path / "dict.txt").write_text("a 1\n")
+    ran = lmtools("reshard", golden / "mp4", tmp_path / "set", "--dict", tmp_path)
+    assert ran.code == 1
+    assert "has 5 types" in ran.err
+    assert not (tmp_path / "set").exists()

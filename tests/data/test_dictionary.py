@@ -125,6 +125,14 @@ def test_padding_counts_up_and_skips_names_that_are_words() -> None:
     assert list(dictionary.counts[4:]) == [3, 3, 0, 0]
 
 
+def test_padded_to_the_rows_of_an_embedding() -> None:
+    dictionary = Dictionary.from_counts({"a": 3, "madeupword0001": 2}, padding_factor=1)
+    padded = dictionary.padded(9)
+    assert padded.symbols[4:] == ("a", "madeupword0001", "madeupword0000", "madeupword0002", "madeupword0003")
+    assert padded.counts[4:] == (3, 2, 0, 0, 0)
+    assert dictionary.padded(6).to_bytes() == dictionary.to_bytes()
+
+
 @pytest.mark.parametrize("padding_factor", [-8, 0, 1])
 def test_a_padding_factor_below_2_pads_nothing(padding_factor: int) -> None:
     assert len(Dictionary.from_counts({"a": 1}, padding_factor=padding_factor)) == 5
