@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lmtools.checkpoints.export import export_fairseq
 from lmtools.checkpoints.fairseq import open_fairseq
 from lmtools.checkpoints.load import load_model, open_checkpoint
+from lmtools.checkpoints.reshard import reshard
 from lmtools.checkpoints.training_read import TrainingCheckpoint, open_training
 from lmtools.cli import main
 from lmtools.errors import CheckpointError, ConfigError
@@ -98,9 +98,9 @@ def test_loads_on_another_mesh(trained):
 @pytest.mark.parametrize("num_parts", [1, 4])
 def test_fairseqs_parts_hold_what_was_trained(trained, tmp_path, num_parts):
     folder, weights = trained
-    paths = export_fairseq(folder / "checkpoint_last", tmp_path / "parts", num_parts=num_parts)
+    reshard(folder / "checkpoint_last", tmp_path / "parts", num_parts=num_parts, format="fairseq")
     exported = open_fairseq(tmp_path / "parts")
-    assert (exported.num_parts, exported.paths) == (num_parts, tuple(paths))
+    assert exported.num_parts == num_parts
     assert exported.config == open_training(folder / "checkpoint_last").config
     for name, value in weights.items():
         assert torch.equal(read_whole(exported, name, value.shape), value), name
@@ -108,7 +108,7 @@ def test_fairseqs_parts_hold_what_was_trained(trained, tmp_path, num_parts):
 
 def test_fairseqs_parts_can_be_of_another_dtype(trained, tmp_path):
     folder, weights = trained
-    export_fairseq(folder / "checkpoint_last", tmp_path / "parts", num_parts=2, dtype=torch.float16)
+    reshard(folder / "checkpoint_last", tmp_path / "parts", num_parts=2, format="fairseq", dtype=torch.float16)
     exported = open_fairseq(tmp_path / "parts")
     for name, value in weights.items():
         assert torch.equal(read_whole(exported, name, value.shape), value.half()), name
@@ -131,7 +131,7 @@ def test_eval_gives_the_runs_own_validation_loss(trained, monkeypatch, capsys, t
     dtype = str(weights["embed_tokens.weight"].dtype).removeprefix("torch.")
     # In bfloat16 a batch of another shape, or a sum of another order, is another rounding.
     tolerance = {"float32": 1e-6, "bfloat16": 2e-4}[dtype]
-    export_fairseq(folder / "checkpoint_best", tmp_path / "parts", num_parts=2)
+    reshard(folder / "checkpoint_best", tmp_path / "parts", num_parts=2, format="fairseq")
     for path in (folder / "checkpoint_best", tmp_path / "parts"):
         result = evaluated(monkeypatch, capsys, "--path", path, "--dtype", dtype)
         assert result["tokens_scored"] == last["num_tokens"]
@@ -161,8 +161,8 @@ def test_a_folder_of_runs_asks_which(good):
 
 
 def test_an_export_that_does_not_divide_is_refused_before_anything_is_written(good, tmp_path):
-    with pytest.raises(ConfigError, match="8 parts: do not divide the model's 4 attention heads"):
-        export_fairseq(good, tmp_path / "parts", num_parts=8)
+    with pytest.raises(ConfigError, match="--mp 8: does not divide the model's 4 attention heads"):
+        reshard(good, tmp_path / "parts", num_parts=8, format="fairseq")
     assert not (tmp_path / "parts").exists()
 
 
@@ -177,7 +177,7 @@ def test_a_flipped_bit_is_found_before_it_is_used(copy, tmp_path):
     chunk = checkpoint.chunks["embed_tokens.weight"][1]
     flip(chunk.path, chunk.open().storage.offset + 5)
     with pytest.raises(CheckpointError, match=rf"{chunk.path.name}: the bytes of storage 0 have checksum"):
-        export_fairseq(copy, tmp_path / "parts", num_parts=1)
+        reshard(copy, tmp_path / "parts", num_parts=1, format="fairseq")
     assert not (tmp_path / "parts").exists()
     with pytest.raises(CheckpointError, match="have checksum"):
         loaded(copy, 1)
@@ -191,7 +191,7 @@ def test_an_optimizers_flipped_bit_is_not_the_models(copy, tmp_path):
     content = (copy / "__0_0.distcp").read_bytes()
     assert max(ends) < len(content), "what comes last is Adam's"
     flip(copy / "__0_0.distcp", len(content) - 2000)
-    export_fairseq(copy, tmp_path / "parts", num_parts=1)
+    reshard(copy, tmp_path / "parts", num_parts=1, format="fairseq")
 
 
 def test_a_file_of_another_checkpoint_is_refused(copy):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lmtools.checkpoints.export import export_fairseq
+from lmtools.checkpoints.reshard import reshard
 from tests.support.ranks import run_ranks
 from tests.support.training import GOLDEN, metrics, train_a_leg
 
@@ -36,7 +36,8 @@ def test_fairseq_evaluates_what_was_exported(fairseq_python: str, tmp_path: Path
     flags = MODELS[model] | {"save_dir": str(tmp_path / "run"), "max_update": 20, "valid_subset": "test"}
     run_ranks(flags.get("mp", 1), train_a_leg, flags)
     [validation] = [line for line in metrics(tmp_path / "run") if line["kind"] == "valid"]
-    [path] = export_fairseq(tmp_path / "run" / "checkpoint_best", tmp_path / "fairseq", num_parts=1)
+    reshard(tmp_path / "run" / "checkpoint_best", tmp_path / "fairseq", num_parts=1, format="fairseq")
+    path = tmp_path / "fairseq" / "model.pt"
 
     options = ["--path", str(path), "--gen-subset", "test", "--tokens-per-sample", "16", "--batch-size", "8", "--cpu"]
     ran = subprocess.run(
