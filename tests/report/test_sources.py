@@ -155,3 +155,14 @@ def test_a_result_that_was_edited_does_not_mix_scores_and_data(folder):
     rewrite(folder, scores={"path": str(folder / "scores.npy"), "sha256": sha256_file(folder / "scores.npy")})
     with pytest.raises(DataError, match=r"has 7 scores, but .*test has 400 tokens"):
         read(folder)
+
+
+def test_results_of_one_file_are_named_by_their_splits(folder):
+    record = json.loads((folder / "result.json").read_text())
+    hashes = record["data_sha256"] | {"valid.bin": "1", "valid.idx": "2"}
+    other = record | {"subset": "valid", "data_sha256": hashes, "data": "moved", "scores": None}
+    (folder / "both.json").write_text(json.dumps({"results": [record, other]}))
+    test, valid = read_evaluations([folder / "both.json"])
+    assert (test.name, valid.name) == ("both test", "both valid")
+    assert test.log_probs is not None
+    assert valid.data is None
