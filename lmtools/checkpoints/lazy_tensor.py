@@ -135,8 +135,11 @@ class LazyTensor:
                 offset=self.storage.offset + self.storage_offset * raw.itemsize,
                 strides=[step * raw.itemsize for step in self.stride],
             )
-            copy = np.array(view[tuple(slices)], order="C")
-            del view
+            piece = view[tuple(slices)]
+            if piece.nbytes < _CHUNK_BYTES:
+                mapped.madvise(mmap.MADV_RANDOM)  # else the kernel may read megabytes around a bias
+            copy = np.array(piece, order="C")
+            del view, piece
         return torch.from_numpy(copy).view(self.dtype)
 
 

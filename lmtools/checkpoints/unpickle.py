@@ -70,6 +70,8 @@ def read_torch_file(path: str | Path, *, span: tuple[int, int] | None = None) ->
             if span:
                 raise CheckpointError(f"holds no zip archive at byte {span[0]:,}; it is damaged, or another file")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                # Storages are passed over: the kernel must not read ahead into each, which comes to the whole file.
+                mapped.madvise(mmap.MADV_RANDOM)
                 if mapped[:2] == b"\x1f\x8b" or mapped[257:262] == b"ustar":
                     raise CheckpointError("is a gzip or tar archive; unpack it and name a file that was in it")
                 return TorchFile(path, "legacy", _read_legacy(path, mapped))

@@ -40,6 +40,7 @@ COMMANDS = {
     "eval": Command("eval:evaluate", "Score a split with a checkpoint and report its perplexity."),
     "generate": Command("generate:generate", "Continue prompts with a language model."),
     "inspect": Command("inspect:inspect", "Say what a file or folder is, and where it is broken."),
+    "plan": Command("plan:plan", "Say what a run needs: memory, traffic, operations, time."),
     "plot": Command("plot:plot", "Draw training runs' curves, on the terminal or as a picture."),
     "quickstart": Command("quickstart:quickstart", "Go the whole way on a small text, from raw text to a report."),
     "renorm-ppl": Command("renorm_ppl:renorm_ppl", "Express a perplexity per token of the original text."),

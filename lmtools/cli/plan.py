@@ -1,0 +1,197 @@
+"""`lmtools plan`: what a training run or an evaluation needs, before any machine is asked for it."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lmtools.cli.options import DType, JsonOption, print_json
+from lmtools.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lmtools.plan.evaluation import EvalPlan
+    from lmtools.plan.speed import Speed
+    from lmtools.plan.training import TrainingPlan
+
+GIB = 1 << 30
+
+
+class Kernels(str, Enum):
+    """Whose kernels activations are counted for."""
+
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+class OptimizerName(str, Enum):
+    """As `lmtools train --optimizer`."""
+
+    adam = "adam"
+    sgd = "sgd"
+    adafactor = "adafactor"
+
+
+def plan(
+    arch: Annotated[str | None, typer.Option(help="Preset, as for `lmtools train`.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file with any option of `lmtools train`; options here come before it.")
+    ] = None,
+    evaluate: Annotated[bool, typer.Option("--eval", help="Plan an evaluation instead of training.")] = False,
+    vocab_size: Annotated[int, typer.Option(min=1, help="Types of the dictionary.")] = 51_200,
+    decoder_layers: Annotated[int | None, typer.Option(min=1)] = None,
+    decoder_embed_dim: Annotated[int | None, typer.Option(min=1)] = None,
+    decoder_ffn_embed_dim: Annotated[int | None, typer.Option(min=1)] = None,
+    decoder_attention_heads: Annotated[int | None, typer.Option(min=1)] = None,
+    share_decoder_input_output_embed: Annotated[
+        bool | None,
+        typer.Option(
+            "--share-decoder-input-output-embed/--no-share-decoder-input-output-embed",
+            help="Default: tied for Megatron's presets, which fairseq trains in no other way.",
+        ),
+    ] = None,
+    mp: Annotated[int | None, typer.Option("--mp", "--model-parallel-size", min=1)] = None,
+    dp: Annotated[int | None, typer.Option("--dp", min=1)] = None,
+    zero: Annotated[int | None, typer.Option(min=0, max=3, help="0, 2 or 3.")] = None,
+    sequence_parallel: Annotated[bool | None, typer.Option("--sequence-parallel")] = None,
+    checkpoint_activations: Annotated[bool | None, typer.Option("--checkpoint-activations")] = None,
+    tokens_per_sample: Annotated[int | None, typer.Option(min=1, help="Tokens of a block or window; 1024.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", "--max-sentences", min=1, help="Of one replica; 1, --eval 8.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    update_freq: Annotated[int | None, typer.Option(min=1)] = None,
+    optimizer: Annotated[OptimizerName | None, typer.Option()] = None,
+    fp16: Annotated[bool | None, typer.Option("--fp16")] = None,
+    bf16: Annotated[bool | None, typer.Option("--bf16")] = None,
+    memory_efficient_fp16: Annotated[bool | None, typer.Option("--memory-efficient-fp16")] = None,
+    memory_efficient_bf16: Annotated[bool | None, typer.Option("--memory-efficient-bf16")] = None,
+    device: Annotated[
+        Kernels, typer.Option(help="Whose kernels activations are counted for; nothing runs on it.")
+    ] = Kernels.cuda,
+    num_tokens: Annotated[int, typer.Option(min=1, help="With --eval: tokens of the split.")] = 270_847,
+    context_window: Annotated[int, typer.Option(min=0, help="With --eval: tokens only seen.")] = 0,
+    dtype: Annotated[DType, typer.Option(help="With --eval: what the model computes in.")] = DType.float16,
+    gpu_memory: Annotated[float | None, typer.Option(min=0, help="GiB of a device: says whether it fits.")] = None,
+    flops: Annotated[float | None, typer.Option(min=1, help="Operations a second of a device, such as 125e12.")] = None,
+    utilisation: Annotated[float, typer.Option(min=0.001, max=1, help="Share of --flops that is reached.")] = 0.4,
+    link_bandwidth: Annotated[
+        float | None, typer.Option(min=1, help="Bytes a second between devices, such as 25e9.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a run needs: memory of a rank, traffic, operations, time. No GPU and no memory is taken."""
+    given: dict[str, Any] = {
+        "arch": arch,
+        "decoder_layers": decoder_layers,
+        "decoder_embed_dim": decoder_embed_dim,
+        "decoder_ffn_embed_dim": decoder_ffn_embed_dim,
+        "decoder_attention_heads": decoder_attention_heads,
+        "share_decoder_input_output_embed": share_decoder_input_output_embed,
+        "mp": mp,
+        "dp": dp,
+        "zero": zero,
+        "sequence_parallel": sequence_parallel,
+        "checkpoint_activations": checkpoint_activations,
+        "tokens_per_sample": tokens_per_sample,
+        "batch_size": batch_size,
+        "max_tokens": max_tokens,
+        "update_freq": update_freq,
+        "optimizer": optimizer.value if optimizer else None,
+        "fp16": fp16,
+        "bf16": bf16,
+        "memory_efficient_fp16": memory_efficient_fp16,
+        "memory_efficient_bf16": memory_efficient_bf16,
+    }
+    flags = {name: value for name, value in given.items() if value is not None}
+    if config is None:
+        # What no plan depends on, and what a file would say.
+        flags["max_update"] = 1
+        if batch_size is None and max_tokens is None:
+            flags["batch_size"] = 8 if evaluate else 1
+        if str(arch).startswith("transformer_lm_megatron"):
+            flags.setdefault("share_decoder_input_output_embed", True)
+    if link_bandwidth is not None and flops is None:
+        raise ConfigError("--link-bandwidth: an estimate of time needs --flops too")
+
+    import torch
+
+    from lmtools.models.architectures import TransformerLMConfig
+    from lmtools.plan.evaluation import eval_document, plan_evaluation
+    from lmtools.plan.speed import Speed
+    from lmtools.plan.training import blocks_in_batch, plan_training, training_document
+    from lmtools.train.config import resolve
+
+    run = resolve(config, flags)
+    speed = Speed(flops, utilisation, link_bandwidth) if flops else None
+    limit = int(gpu_memory * GIB) if gpu_memory is not None else None
+    if evaluate:
+        train = run.train
+        outcome = plan_evaluation(
+            TransformerLMConfig(vocab_size=vocab_size, **run.model),
+            num_tokens=num_tokens,
+            tokens_per_sample=train.tokens_per_sample,
+            context_window=context_window,
+            batch_size=blocks_in_batch(train.batch_size, train.max_tokens, train.tokens_per_sample),
+            itemsize=getattr(torch, dtype.value).itemsize,
+            mp=train.mp,
+            dp=train.dp,
+            speed=speed,
+        )
+        document = eval_document(outcome, limit)
+        lines = _eval_lines(outcome, dtype.value)
+    else:
+        training = plan_training(run, vocab_size=vocab_size, speed=speed, device=device.value)
+        document = training_document(training, limit)
+        lines = _training_lines(training, speed)
+    if as_json:
+        print_json(document)
+        return
+    typer.echo("\n".join(lines))
+    if gpu_memory is not None:
+        typer.echo(f"{'fits' if document['fits'] else 'does NOT fit'} in {gpu_memory:g} GiB")
+
+
+def _training_lines(plan: TrainingPlan, speed: Speed | None) -> list[str]:
+    memory = plan.memory
+    lines = [
+        f"parameters             {plan.parameters:,}, {plan.parameters_on_rank:,} on a rank, {plan.dtype}",
+        f"update                 {plan.tokens_in_update:,} tokens, {plan.batch_size} blocks in a batch of a replica",
+        "memory of a rank",
+    ]
+    for name in ("weights", "gradients", "optimizer", "activations", "workspace", "gathered"):
+        lines.append(f"  {name:20} {_gib(getattr(memory, name))}")
+    lines.append(f"  {'total':20} {_gib(memory.total)}")
+    lines.append("sent by a rank in an update")
+    lines += [
+        f"  {row.axis} {row.kind:17} {_gib(row.sent_bytes)}, {row.count:,} of {_gib(row.message_bytes).strip()} in all"
+        for row in plan.traffic
+    ] or ["  nothing"]
+    lines.append(f"operations of a rank   {plan.flops_in_update:.3g} in an update")
+    if plan.time is not None and speed is not None:
+        lines.append(
+            f"time of an update      {plan.time.seconds:.3g} s: {plan.time.compute_seconds:.3g} s computing at "
+            f"{100 * speed.utilisation:g} % of {speed.flops:.3g} FLOP/s, {plan.time.communication_seconds:.3g} s sent"
+        )
+    return lines
+
+
+def _eval_lines(plan: EvalPlan, dtype: str) -> list[str]:
+    lines = [
+        f"parameters             {plan.parameters:,}, {plan.parameters_on_rank:,} on a rank, {dtype}",
+        f"windows                {plan.num_windows:,} for {plan.tokens_scored:,} tokens, {plan.tokens_read:,} read",
+        "memory of a rank",
+        f"  weights              {_gib(plan.weights)}",
+        f"  activations          {_gib(plan.activations)}",
+        f"  total                {_gib(plan.memory)}",
+        f"operations             {plan.flops:.3g}",
+    ]
+    if plan.hours is not None:
+        lines.append(f"time                   {plan.hours:.3g} hours, all ranks together")
+    return lines
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:10.3f} GiB"

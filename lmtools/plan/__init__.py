@@ -1,0 +1,1 @@
+"""What a configuration needs before it is run: memory, traffic, work, hours. Arithmetic, on shapes alone."""

@@ -1,0 +1,84 @@
+"""`lmtools plan`: numbers for a person and for programs, from options of a run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+ELEVEN = ["plan", "--arch", "transformer_lm_megatron_11b", "--mp", 8]
+
+
+def test_training_of_megatron_11b(lmtools):
+    ran = lmtools(*ELEVEN, "--dp", 4, "--gpu-memory", 32, "--json")
+    assert (ran.code, ran.err) == (0, "")
+    plan = json.loads(ran.out)
+    assert (plan["parameters"], plan["parameters_on_rank"]) == (11_032_246_272, 1_380_197_376)
+    memory = plan["memory"]
+    assert memory["weights"] == memory["gradients"] == 4 * 1_380_197_376
+    assert memory["total"] == sum(value for name, value in memory.items() if name != "total")
+    assert plan["fits"] is (memory["total"] <= 32 << 30)
+    assert {(row["axis"], row["kind"]) for row in plan["traffic"]} == {("tp", "all-reduce"), ("dp", "all-reduce")}
+    assert (plan["tokens_in_update"], plan["time"]) == (4 * 1024, None)
+
+
+@pytest.mark.parametrize(("gib", "verdict"), [(32, "fits in 32 GiB"), (16, "does NOT fit in 16 GiB")])
+def test_says_whether_it_fits(lmtools, gib, verdict):
+    ran = lmtools(*ELEVEN, "--dp", 4, "--fp16", "--gpu-memory", gib)
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.splitlines()[-1] == verdict
+
+
+def test_time_is_work_and_traffic_at_the_given_speeds(lmtools):
+    speeds = ["--flops", 100e12, "--utilisation", 0.5, "--link-bandwidth", 10e9]
+    plan = json.loads(lmtools(*ELEVEN, "--fp16", *speeds, "--json").out)
+    assert plan["time"]["compute_seconds"] == pytest.approx(plan["flops_in_update"] / 50e12)
+    sent = sum(row["sent_bytes"] for row in plan["traffic"])
+    assert plan["time"]["communication_seconds"] == pytest.approx(sent / 10e9)
+    ran = lmtools(*ELEVEN, "--fp16", *speeds)
+    assert "at 50 % of 1e+14 FLOP/s" in ran.out
+
+
+def test_more_ranks_and_less_precision_take_less_memory(lmtools):
+    def total(*options: object) -> int:
+        memory: dict[str, int] = json.loads(lmtools(*ELEVEN, "--dp", 4, *options, "--json").out)["memory"]
+        return memory["total"]
+
+    assert total("--zero", 3) < total("--zero", 2) < total()
+    assert total("--checkpoint-activations") < total("--sequence-parallel") < total()
+    assert total("--memory-efficient-fp16") < total("--fp16") < total()
+
+
+def test_an_evaluation(lmtools):
+    options = ["--eval", "--num-tokens", 270_847, "--tokens-per-sample", 1024, "--context-window", 992]
+    ran = lmtools(*ELEVEN, *options, "--flops", 125e12, "--gpu-memory", 16, "--json")
+    plan = json.loads(ran.out)
+    assert (plan["task"], plan["num_windows"], plan["fits"]) == ("eval", 8464, True)
+    assert plan["memory"] == plan["weights"] + plan["activations"]
+    assert plan["hours"] == pytest.approx(plan["flops"] / (8 * 0.4 * 125e12) / 3600)
+    ran = lmtools(*ELEVEN, *options, "--flops", 125e12)
+    assert "8,464 for 270,847 tokens" in ran.out
+
+
+def test_a_configuration_file_is_planned_as_it_would_be_run(lmtools, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('arch = "transformer_lm_megatron_tiny"\nbatch_size = 3\nmax_update = 5\nmp = 2\nbf16 = true\n')
+    plan = json.loads(lmtools("plan", "--config", file, "--vocab-size", 1000, "--mp", 4, "--json").out)
+    assert (plan["batch_size"], plan["dtype"]) == (3, "bfloat16")
+    assert plan["parameters"] / 4 < plan["parameters_on_rank"] < plan["parameters"] / 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--arch", "megatron"], "--arch megatron: expected one of transformer_lm, "),
+        ([*ELEVEN[1:3], "--mp", 5], "--mp 5: does not divide the model's 32 attention heads"),
+        ([*ELEVEN[1:3], "--zero", 1], "--zero: "),
+        ([*ELEVEN[1:3], "--link-bandwidth", 1e9], "--link-bandwidth: an estimate of time needs --flops too"),
+    ],
+)
+def test_what_cannot_be_planned_is_a_line(lmtools, options, message):
+    ran = lmtools("plan", *options)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(f"lmtools: {message}")
+    assert len(ran.err.splitlines()) == 1
