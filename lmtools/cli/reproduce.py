@@ -126,8 +126,14 @@ def _show_plan(recipe: Recipe, steps: list[Step], workdir: Path, *, as_json: boo
     print(f"{recipe.description}: {len(steps)} stages in {workdir}")
     for number, stage in enumerate(stages, start=1):
         facts = ["there already, checked when it runs" if stage["outputs_there"] else "to do"]
-        for key, words in (("download_bytes", "to download"), ("disk_bytes", "on the disk")):
+        for key, words in (
+            ("download_bytes", "to download"),
+            ("disk_bytes", "on the disk"),
+            ("memory_bytes", "of memory on each rank"),
+        ):
             if stage[key]:
                 facts.append(f"{decimal(stage[key])} {words}")
+        if stage["hours"] is not None:
+            facts.append(f"{stage['hours']:.2g} hours")
         print(f"\n[{number}/{len(stages)}] {stage['name']}: {', '.join(facts)}\n$ {stage['command']}")
     print(f"\ndisk: {decimal(missing)} or more to come, {decimal(free)} free in {existing}")

@@ -69,7 +69,7 @@ def table(rows: Sequence[Comparison]) -> str:
             notes.append(row.note)
             mark = f" [{len(notes)}]"
         difference = "" if row.difference is None else _shown(row.difference, signed=True)
-        published = "" if row.published is None else f"{row.published:,}"
+        published = "" if row.published is None else _shown(row.published, digits=2)
         cells.append((row.what, published, _shown(row.obtained), difference, mark))
     widths = [max(len(line[column]) for line in cells) for column in range(4)]
     lines = [
@@ -79,9 +79,9 @@ def table(rows: Sequence[Comparison]) -> str:
     return "\n".join([line.rstrip() for line in lines] + [f"[{n}] {note}" for n, note in enumerate(notes, start=1)])
 
 
-def _shown(number: Number, *, signed: bool = False) -> str:
+def _shown(number: Number, *, digits: int = 4, signed: bool = False) -> str:
     plus = "+" if signed else ""
-    return f"{number:{plus},}" if isinstance(number, int) else f"{number:{plus},.4f}"
+    return f"{number:{plus},}" if isinstance(number, int) else f"{number:{plus},.{digits}f}"
 
 
 def as_json(rows: Sequence[Comparison]) -> list[dict[str, Any]]:

@@ -34,6 +34,7 @@ class Stage(BaseModel):
     when: str | None = None
     unless: str | None = None
     num_bytes: int | None = None
+    plan: str | None = None
 
 
 class Result(BaseModel):
@@ -72,6 +73,7 @@ class Step:
         reads: what they depend on; empty for a command that finds out by itself.
         stdout: the file for its standard output.
         num_bytes: what it leaves on the disk, where the recipe says.
+        plan: arguments of the command that says what it needs, after `lmtools`; empty if there is none.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Step:
     reads: tuple[str, ...]
     stdout: str | None
     num_bytes: int | None
+    plan: tuple[str, ...] = ()
 
     @property
     def command(self) -> str:
@@ -120,8 +123,9 @@ def read_recipe(path: Path) -> Recipe:
     except ValidationError as error:
         raise ConfigError(f"{path}: {_first_fault(error)}") from error
     for stage in recipe.stages:
-        if shlex.split(stage.run)[:1] != ["lmtools"]:
-            raise ConfigError(f"{path}: stage {stage.name}: expected `lmtools ...`, found {stage.run!r}")
+        for command in (stage.run, stage.plan):
+            if command is not None and shlex.split(command)[:1] != ["lmtools"]:
+                raise ConfigError(f"{path}: stage {stage.name}: expected `lmtools ...`, found {command!r}")
         for condition in (stage.when, stage.unless):
             if condition is not None and condition not in recipe.values:
                 raise ConfigError(f"{path}: stage {stage.name}: {condition!r} is not one of its values")
@@ -188,6 +192,7 @@ def _fill_stage(stage: Stage, values: Mapping[str, int | float | str], split: st
         reads=tuple(fill(name) for name in stage.reads),
         stdout=fill(stage.stdout) if stage.stdout else None,
         num_bytes=stage.num_bytes,
+        plan=tuple(fill(argument) for argument in shlex.split(stage.plan or "")[1:]),
     )
 
 

@@ -133,6 +133,7 @@ def test_dry_run_writes_nothing(lmtools, own, tmp_path):
         "[1/12] text: to do, 192.0 MB to download, 540.0 MB on the disk\n$ lmtools download wikitext-103-raw\n"
         in ran.out
     )
+    assert ran.out.count(" of memory on each rank, ") == ran.out.count(" hours\n") == 2
     assert ran.out.count("$ lmtools eval wikitext103-bin --path megatron_11b --gen-subset ") == 2
 
     for name in ("a.detok", "a.json"):

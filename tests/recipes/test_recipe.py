@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import typer
 
 from lmtools.cli import app
-from lmtools.errors import ConfigError, DataError
+from lmtools.errors import ConfigError, DataError, LmtoolsError
 from lmtools.recipes.needs import needs_of
 from lmtools.recipes.outcome import compare, table
 from lmtools.recipes.recipe import Result, find_recipe, read_recipe, recipe_names, results_of, steps_of
@@ -52,8 +54,8 @@ def test_own_recipes_are_commands_that_exist(name):
     for given in ({}, {"checkpoint": "c"}, {"raw": "r", "checkpoint": "c", "srcdict": "d"}):
         steps = steps_of(recipe, given)
         for step in steps:
-            command, *arguments = step.argv
-            typer.main.get_command(app).get_command(None, command).make_context(command, list(arguments))
+            for command, *arguments in filter(None, (step.argv, step.plan)):
+                typer.main.get_command(app).get_command(None, command).make_context(command, arguments)
         assert {result.file for result in recipe.results} <= {name for step in steps for name in step.makes}
 
 
@@ -130,5 +132,18 @@ def test_published_beside_obtained(tmp_path):
 
 def test_needs_of_a_download_are_in_the_table_of_artifacts(written):
     text, detok, _ = steps_of(read_recipe(written(SMALL)), {})
-    assert needs_of(text) == {"download_bytes": 4_721_645, "disk_bytes": 13_378_183}
-    assert needs_of(detok) == {"download_bytes": None, "disk_bytes": None}
+    nothing = {"download_bytes": None, "disk_bytes": None, "memory_bytes": None, "hours": None}
+    assert needs_of(text) == nothing | {"download_bytes": 4_721_645, "disk_bytes": 13_378_183}
+    assert needs_of(detok) == nothing
+
+
+def test_needs_of_a_planned_stage_are_what_the_plan_says(written):
+    """Float32 parameters of Megatron-11b, an eighth on each rank, and what is computed with them."""
+    steps = steps_of(read_recipe(find_recipe("megatron-11b")), {"flops": 1e13})
+    [evaluation] = [step for step in steps if step.name == "eval test"]
+    needs = needs_of(evaluation)
+    assert 4 * 1_380_197_376 < needs["memory_bytes"] < 4.5 * 1_380_197_376
+    again = needs_of(replace(evaluation, plan=(*evaluation.plan[:-1], "2e13")))
+    assert again["hours"] == pytest.approx(needs["hours"] / 2)
+    with pytest.raises(LmtoolsError, match=r"^lmtools plan --eval --arch none: .*none"):
+        needs_of(replace(evaluation, plan=("plan", "--eval", "--arch", "none")))
