@@ -33,7 +33,7 @@ format: install
 # The site in site/; a dead link, or a docstring that cannot be rendered, is an error.
 docs: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) quickstart site .pytest_cache .mypy_cache .ruff_cache .hypothesis
