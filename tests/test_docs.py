@@ -40,6 +40,8 @@ def test_every_link_leads_somewhere(page):
             path, _, anchor = target.partition("#")
             linked = (page.parent / path) if path else page
             assert linked.exists(), target
+            of_the_site = page.parent == CLUSTERS.parent
+            assert not of_the_site or linked.resolve().is_relative_to(page.parent), f"{target}: is not on the site"
             assert not anchor or anchor in anchors(linked), target
 
 
