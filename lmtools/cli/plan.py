@@ -41,10 +41,10 @@ def plan(
     ] = None,
     evaluate: Annotated[bool, typer.Option("--eval", help="Plan an evaluation instead of training.")] = False,
     vocab_size: Annotated[int, typer.Option(min=1, help="Types of the dictionary.")] = 51_200,
-    decoder_layers: Annotated[int | None, typer.Option(min=1)] = None,
-    decoder_embed_dim: Annotated[int | None, typer.Option(min=1)] = None,
-    decoder_ffn_embed_dim: Annotated[int | None, typer.Option(min=1)] = None,
-    decoder_attention_heads: Annotated[int | None, typer.Option(min=1)] = None,
+    decoder_layers: Annotated[int | None, typer.Option(min=1, help="Layers.")] = None,
+    decoder_embed_dim: Annotated[int | None, typer.Option(min=1, help="Width of the model.")] = None,
+    decoder_ffn_embed_dim: Annotated[int | None, typer.Option(min=1, help="Width of the feed-forward layers.")] = None,
+    decoder_attention_heads: Annotated[int | None, typer.Option(min=1, help="Attention heads.")] = None,
     share_decoder_input_output_embed: Annotated[
         bool | None,
         typer.Option(
@@ -52,22 +52,32 @@ def plan(
             help="Default: tied for Megatron's presets, which fairseq trains in no other way.",
         ),
     ] = None,
-    mp: Annotated[int | None, typer.Option("--mp", "--model-parallel-size", min=1)] = None,
-    dp: Annotated[int | None, typer.Option("--dp", min=1)] = None,
+    mp: Annotated[
+        int | None, typer.Option("--mp", "--model-parallel-size", min=1, help="Ranks that one model is split over.")
+    ] = None,
+    dp: Annotated[int | None, typer.Option("--dp", min=1, help="Replicas.")] = None,
     zero: Annotated[int | None, typer.Option(min=0, max=3, help="0, 2 or 3.")] = None,
-    sequence_parallel: Annotated[bool | None, typer.Option("--sequence-parallel")] = None,
-    checkpoint_activations: Annotated[bool | None, typer.Option("--checkpoint-activations")] = None,
+    sequence_parallel: Annotated[
+        bool | None, typer.Option("--sequence-parallel", help="As for `lmtools train`.")
+    ] = None,
+    checkpoint_activations: Annotated[
+        bool | None, typer.Option("--checkpoint-activations", help="As for `lmtools train`.")
+    ] = None,
     tokens_per_sample: Annotated[int | None, typer.Option(min=1, help="Tokens of a block or window; 1024.")] = None,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", "--max-sentences", min=1, help="Of one replica; 1, --eval 8.")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
-    update_freq: Annotated[int | None, typer.Option(min=1)] = None,
-    optimizer: Annotated[OptimizerName | None, typer.Option()] = None,
-    fp16: Annotated[bool | None, typer.Option("--fp16")] = None,
-    bf16: Annotated[bool | None, typer.Option("--bf16")] = None,
-    memory_efficient_fp16: Annotated[bool | None, typer.Option("--memory-efficient-fp16")] = None,
-    memory_efficient_bf16: Annotated[bool | None, typer.Option("--memory-efficient-bf16")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in a batch of one replica, at most.")] = None,
+    update_freq: Annotated[int | None, typer.Option(min=1, help="Batches of one replica in an update.")] = None,
+    optimizer: Annotated[OptimizerName | None, typer.Option(help="As for `lmtools train`.")] = None,
+    fp16: Annotated[bool | None, typer.Option("--fp16", help="Train in float16.")] = None,
+    bf16: Annotated[bool | None, typer.Option("--bf16", help="Train in bfloat16.")] = None,
+    memory_efficient_fp16: Annotated[
+        bool | None, typer.Option("--memory-efficient-fp16", help="float16 with no float32 copy.")
+    ] = None,
+    memory_efficient_bf16: Annotated[
+        bool | None, typer.Option("--memory-efficient-bf16", help="bfloat16 with no float32 copy.")
+    ] = None,
     device: Annotated[
         Kernels, typer.Option(help="Whose kernels activations are counted for; nothing runs on it.")
     ] = Kernels.cuda,
