@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from lmtools.data.dictionary import Dictionary
 from lmtools.data.indexed import IndexedDataset
-from lmtools.models.architectures import training_flops_per_token
+from lmtools.models.flops import training_flops_per_token
 from lmtools.train.metrics import METRICS_NAME, read_metrics
 
 LR, BETAS, CLIP_NORM = 5e-4, (0.9, 0.98), 1.0

@@ -22,7 +22,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from lmtools.checkpoints.load import load_model, open_checkpoint
+from lmtools.checkpoints.load import load_transformer_lm, open_checkpoint, require_transformer_lm
 from lmtools.cli.dictionaries import Bpe, open_codec
 from lmtools.generate.decode import Limits, continue_prompts
 from lmtools.generate.sampling import Sampling
@@ -59,11 +59,12 @@ class LmtoolsLM(TemplateLM):  # type: ignore[misc] # the harness has no types
         """
         super().__init__()
         checkpoint = open_checkpoint(path)
+        config = require_transformer_lm(checkpoint, "the harness takes plain transformers")
         place = Path(dictionary) if dictionary else None
         self._codec, self._eos_index = open_codec(checkpoint, place, Bpe(bpe) if bpe else None, None, None)
         self._mesh = make_mesh(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), dp=1, tp=1)
-        self._model = load_model(checkpoint, self._mesh, getattr(torch, dtype))
-        self.max_length = checkpoint.config.max_target_positions
+        self._model = load_transformer_lm(checkpoint, self._mesh, getattr(torch, dtype))
+        self.max_length = config.max_target_positions
         self._batch_size = int(batch_size) if str(batch_size).isdecimal() else 8
 
     @property

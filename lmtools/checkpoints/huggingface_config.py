@@ -73,7 +73,9 @@ def read_config_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not a readable config.json ({error})") from error
     model_type = settings.get("model_type") if isinstance(settings, dict) else None
     if model_type not in ("xglm", "gpt2"):
-        raise CheckpointError(f"{path}: model_type is {reprlib.repr(model_type)}, lmtools loads xglm and gpt2")
+        raise CheckpointError(
+            f"{path}: model_type is {reprlib.repr(model_type)}, lmtools loads xglm, gpt2 and transfo-xl"
+        )
     assert isinstance(settings, dict)
     return settings
 

@@ -20,12 +20,12 @@ from lmtools.checkpoints.fairseq_files import PART_NAME, parts_found
 from lmtools.checkpoints.huggingface_read import is_huggingface, open_huggingface
 from lmtools.checkpoints.lazy_tensor import LazyTensor
 from lmtools.checkpoints.load import Checkpoint
+from lmtools.checkpoints.models import new_model, plan_of
 from lmtools.checkpoints.safetensors import find_manifest, open_safetensors, read_model_manifest
 from lmtools.checkpoints.safetensors_files import read_safetensors
 from lmtools.checkpoints.training import RECORD_NAME, is_training_checkpoint
 from lmtools.checkpoints.training_read import TrainingCheckpoint, open_training
 from lmtools.checkpoints.unpickle import plain, read_torch_file
-from lmtools.checkpoints.weights import weights_of
 from lmtools.data.inspect import (
     files_of_split,
     inspect_dictionary,
@@ -35,7 +35,8 @@ from lmtools.data.inspect import (
     split_files,
 )
 from lmtools.errors import CheckpointError, DataError
-from lmtools.parallel.plans import TRANSFORMER_LM, split_of
+from lmtools.parallel.parallelize import without_memory
+from lmtools.parallel.plans import split_of
 
 Description = dict[str, Any]
 
@@ -180,18 +181,21 @@ def _fairseq_facts(content: Mapping[str, Any], path: Path, paths: list[Path]) ->
 def _described(checkpoint: Checkpoint, facts: Description) -> tuple[Description, list[Path]]:
     """A checkpoint that is whole: its model and the whole shape of each parameter."""
     dtypes = checkpoint.dtypes
-    weights = weights_of(checkpoint.config, checkpoint.read, {name: dtypes[name] for name in dtypes})
+    with without_memory():
+        model = new_model(checkpoint.config)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    plan = plan_of(checkpoint.config)
     tensors = [
         {
             "name": name,
-            "dtype": str(weights.dtypes[name]).removeprefix("torch."),
+            "dtype": str(dtypes[name]).removeprefix("torch."),
             "shape": list(shape),
-            "split": split_of(name, TRANSFORMER_LM).value,
+            "split": split_of(name, plan).value,
         }
-        for name, shape in weights.shapes.items()
+        for name, shape in shapes.items()
     ]
     parts = "num_files" if isinstance(checkpoint, TrainingCheckpoint) else "num_parts"
-    facts = facts | {parts: checkpoint.num_parts, "num_parameters": weights.num_parameters}
+    facts = facts | {parts: checkpoint.num_parts, "num_parameters": sum(map(math.prod, shapes.values()))}
     return facts | {"model": asdict(checkpoint.config), "tensors": tensors, "problems": []}, list(checkpoint.paths)
 
 

@@ -14,17 +14,22 @@ from torch import Tensor
 
 from lmtools.checkpoints.fairseq import FairseqCheckpoint, open_fairseq
 from lmtools.checkpoints.huggingface_read import HuggingFaceCheckpoint, is_huggingface, open_huggingface
+from lmtools.checkpoints.models import Model, new_model, split_model
 from lmtools.checkpoints.safetensors import SafetensorsCheckpoint, find_manifest, open_safetensors
 from lmtools.checkpoints.training import is_training_checkpoint
 from lmtools.checkpoints.training_read import TrainingCheckpoint, open_training
+from lmtools.checkpoints.transformer_xl import TransformerXLCheckpoint, open_transformer_xl
 from lmtools.data.dictionary import Dictionary
 from lmtools.errors import CheckpointError, ConfigError
+from lmtools.models.architectures import ModelConfig, TransformerLMConfig, TransformerXLConfig
 from lmtools.models.transformer_lm import TransformerLM
 from lmtools.parallel.mesh import Mesh
-from lmtools.parallel.parallelize import materialize, parallelize, without_memory
-from lmtools.parallel.plans import TRANSFORMER_LM, shard_bounds
+from lmtools.parallel.parallelize import materialize, without_memory
+from lmtools.parallel.plans import shard_bounds
 
-Checkpoint: TypeAlias = FairseqCheckpoint | SafetensorsCheckpoint | TrainingCheckpoint | HuggingFaceCheckpoint
+Checkpoint: TypeAlias = (
+    FairseqCheckpoint | SafetensorsCheckpoint | TrainingCheckpoint | HuggingFaceCheckpoint | TransformerXLCheckpoint
+)
 """What all have: `format`, `paths`, `config`, `num_parts`, `dtypes`, `identity`, `read`, `verify_part`, `drifted`."""
 
 
@@ -32,8 +37,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a checkpoint without reading its weights.
 
     Args:
-        path: a training checkpoint's folder, transformers' folder of an XGLM or GPT-2 model, a safetensors set's or a
-            file of it, or what `open_fairseq` takes.
+        path: a training checkpoint's folder, a safetensors set's or a file of it, transformers' folder of an XGLM,
+            GPT-2 or Transformer-XL model, or what `open_fairseq` or `open_transformer_xl` takes.
 
     Raises:
         CheckpointError: it is not there, not complete, or not one that lmtools reads.
@@ -41,13 +46,24 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if is_training_checkpoint(path):
         return open_training(path)
     if is_huggingface(path):
-        return open_huggingface(path)
+        return open_transformer_xl(path) or open_huggingface(path)
     if find_manifest(path) is not None or Path(path).suffix == ".safetensors":
         return open_safetensors(path)
     of_a_run = [name for name in ("checkpoint_best", "checkpoint_last") if is_training_checkpoint(Path(path) / name)]
     if of_a_run:
         raise CheckpointError(f"{path}: holds the checkpoints of a training run; name one, as {path}/{of_a_run[0]}")
-    return open_fairseq(path)
+    return open_transformer_xl(path) or open_fairseq(path)
+
+
+def require_transformer_lm(checkpoint: Checkpoint, advice: str) -> TransformerLMConfig:
+    """The configuration of a checkpoint that holds a plain transformer.
+
+    Raises:
+        ConfigError: it holds a Transformer-XL; ends with the advice.
+    """
+    if not isinstance(checkpoint.config, TransformerLMConfig):
+        raise ConfigError(f"{checkpoint.paths[0]}: holds a Transformer-XL; {advice}")
+    return checkpoint.config
 
 
 def require_divisible(checkpoint: Checkpoint, tp_size: int) -> None:
@@ -58,7 +74,7 @@ def require_divisible(checkpoint: Checkpoint, tp_size: int) -> None:
     Raises:
         ConfigError: names the sizes that work.
     """
-    num_heads, num_units = checkpoint.config.decoder_attention_heads, checkpoint.config.decoder_ffn_embed_dim
+    num_heads, num_units = _divided(checkpoint.config)
     if num_heads % tp_size or num_units % tp_size:
         both = math.gcd(num_heads, num_units)
         sizes = ", ".join(str(size) for size in range(1, both + 1) if both % size == 0)
@@ -66,9 +82,23 @@ def require_divisible(checkpoint: Checkpoint, tp_size: int) -> None:
             f"--mp {tp_size}: does not divide the model's {num_heads} attention heads and {num_units} feed-forward "
             f"units; use one of {sizes}"
         )
-    vocab_size = checkpoint.config.vocab_size
-    if shard_bounds(vocab_size, tp_size, tp_size - 1)[0] == vocab_size:
-        raise ConfigError(f"--mp {tp_size}: leaves a rank without any of the vocabulary of {vocab_size}; use fewer")
+    for num_rows in _vocabularies(checkpoint.config):
+        if shard_bounds(num_rows, tp_size, tp_size - 1)[0] == num_rows:
+            raise ConfigError(f"--mp {tp_size}: leaves a rank without any of the vocabulary of {num_rows}; use fewer")
+
+
+def _divided(config: ModelConfig) -> tuple[int, int]:
+    """Attention heads and feed-forward units."""
+    if isinstance(config, TransformerXLConfig):
+        return config.n_head, config.d_inner
+    return config.decoder_attention_heads, config.decoder_ffn_embed_dim
+
+
+def _vocabularies(config: ModelConfig) -> list[int]:
+    """Rows of each matrix that is split by vocabulary."""
+    if isinstance(config, TransformerXLConfig):
+        return [end - start for start, end in config.cluster_bounds]
+    return [config.vocab_size]
 
 
 def require_dictionary_fits(checkpoint: Checkpoint, num_types: int, where: str | Path) -> None:
@@ -84,7 +114,7 @@ def require_dictionary_fits(checkpoint: Checkpoint, num_types: int, where: str |
             multiple of 8 for each of any number of parts that the heads allow.
     """
     rows = checkpoint.config.vocab_size
-    num_heads = checkpoint.config.decoder_attention_heads
+    num_heads, _ = _divided(checkpoint.config)
     multiples = [8 * num_parts for num_parts in range(1, num_heads + 1) if num_heads % num_parts == 0]
     if rows != num_types and rows not in [-(-num_types // multiple) * multiple for multiple in multiples]:
         raise CheckpointError(
@@ -114,7 +144,7 @@ def rows_of_dictionary(
 
 def load_model(
     checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype, *, progress: Callable[[int], None] = lambda num_bytes: None
-) -> TransformerLM:
+) -> Model:
     """Build the model and fill it from the checkpoint. Every rank of the mesh must call it.
 
     Any number of parts loads on any tensor-parallel size that divides the heads. Peak memory of a rank is its share of
@@ -144,8 +174,16 @@ def load_model(
         return tensor
 
     with without_memory():
-        model = TransformerLM(checkpoint.config)
-    if mesh.tp_mesh is not None:
-        parallelize(model, TRANSFORMER_LM, mesh.tp_mesh)
+        model = new_model(checkpoint.config)
+    split_model(model, mesh)
     materialize(model, read, device=mesh.device, dtype=dtype)
     return model.requires_grad_(False).eval()
+
+
+def load_transformer_lm(
+    checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype, *, progress: Callable[[int], None] = lambda num_bytes: None
+) -> TransformerLM:
+    """As `load_model`, of a checkpoint that `require_transformer_lm` has let pass."""
+    model = load_model(checkpoint, mesh, dtype, progress=progress)
+    assert isinstance(model, TransformerLM)
+    return model

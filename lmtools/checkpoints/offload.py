@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lmtools.checkpoints.load import Checkpoint
+from lmtools.checkpoints.load import Checkpoint, require_transformer_lm
 from lmtools.errors import ConfigError
 from lmtools.models.architectures import TransformerLMConfig
 from lmtools.models.transformer_lm import Block, Extend, TransformerLM
@@ -53,7 +53,7 @@ def load_offloaded(
         checkpoint.verify_part(part)
         progress(path.stat().st_size)
     with without_memory():
-        model = TransformerLM(checkpoint.config)
+        model = TransformerLM(require_transformer_lm(checkpoint, "its layers cannot be left in the file"))
     blocks, model.layers = model.layers, nn.ModuleList()
     materialize(model, checkpoint.read, device=device, dtype=dtype)
     model.requires_grad_(False)

@@ -20,9 +20,10 @@ from lmtools.artifacts import FileRecord
 from lmtools.checkpoints.fairseq_write import padded_vocab_size, write_fairseq
 from lmtools.checkpoints.huggingface import require_xglm, write_huggingface
 from lmtools.checkpoints.huggingface_read import HuggingFaceCheckpoint
-from lmtools.checkpoints.load import Checkpoint, open_checkpoint, require_divisible
+from lmtools.checkpoints.load import Checkpoint, open_checkpoint, require_divisible, require_transformer_lm
 from lmtools.checkpoints.safetensors_write import write_safetensors
 from lmtools.checkpoints.training_read import TrainingCheckpoint
+from lmtools.checkpoints.transformer_xl import TransformerXLCheckpoint
 from lmtools.checkpoints.weights import (
     Progress,
     Weights,
@@ -93,14 +94,15 @@ def reshard(
         LmtoolsError: the target has content, or the disk is full or may not be written.
     """
     checkpoint = open_checkpoint(source)
+    config = require_transformer_lm(checkpoint, "reshard takes plain transformers")
     require_divisible(checkpoint, num_parts)
     if isinstance(checkpoint, HuggingFaceCheckpoint) and checkpoint.settings["model_type"] != "xglm":
         raise ConfigError(f"{source}: a GPT-2 model, whose vocabulary is no fairseq dictionary's; use it as it is")
     if format == "hf":
-        require_xglm(checkpoint.config, num_parts)
+        require_xglm(config, num_parts)
     target = Path(target)
     dtypes = checkpoint.dtypes
-    weights = weights_of(checkpoint.config, checkpoint.read, {name: dtype or dtypes[name] for name in dtypes})
+    weights = weights_of(config, checkpoint.read, {name: dtype or dtypes[name] for name in dtypes})
     with atomic_directory(target) as temporary:
         num_bytes = _num_bytes(weights, num_parts)
         require_free_space(temporary, num_bytes, str(target))
@@ -189,6 +191,7 @@ def count_elements(checkpoint: Checkpoint) -> dict[str, int]:
     """How many elements of each parameter are in the files, copies of replicated ones not counted."""
     if isinstance(checkpoint, TrainingCheckpoint):
         return {name: sum(math.prod(chunk.sizes) for chunk in chunks) for name, chunks in checkpoint.chunks.items()}
+    assert not isinstance(checkpoint, TransformerXLCheckpoint), "see reshard"
     counts = {}
     for name in checkpoint.parts[0]:
         holders = checkpoint.parts[:1] if split_of(name, TRANSFORMER_LM) is Split.REPLICATED else checkpoint.parts

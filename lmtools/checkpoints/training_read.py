@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from lmtools.checkpoints.lazy_tensor import LazyTensor
+from lmtools.checkpoints.models import model_config, new_model
 from lmtools.checkpoints.training import read_metadata, read_record
 from lmtools.checkpoints.unpickle import read_torch_file
-from lmtools.errors import CheckpointError
-from lmtools.models.architectures import TransformerLMConfig
-from lmtools.models.transformer_lm import TransformerLM
+from lmtools.errors import CheckpointError, ConfigError
+from lmtools.models.architectures import ModelConfig
 from lmtools.parallel.parallelize import without_memory
 
 _PREFIX = "model."
@@ -73,7 +73,7 @@ class TrainingCheckpoint:
     format: ClassVar[str] = "training"
     folder: Path
     record: Mapping[str, Any]
-    config: TransformerLMConfig
+    config: ModelConfig
     chunks: Mapping[str, tuple[Chunk, ...]]
     dtypes: Mapping[str, torch.dtype]
 
@@ -86,6 +86,12 @@ class TrainingCheckpoint:
     def num_parts(self) -> int:
         """How many files hold the model."""
         return len(self.paths)
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """The length of blocks that it was trained on."""
+        length = self.record.get("train", {}).get("tokens_per_sample")
+        return length if type(length) is int else None
 
     def identity(self) -> dict[str, Any]:
         """What tells this checkpoint from another one written to the same place, without hashing gigabytes."""
@@ -153,7 +159,7 @@ def open_training(path: str | Path) -> TrainingCheckpoint:
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
     with without_memory():
-        parameters = dict(TransformerLM(config).named_parameters())
+        parameters = dict(new_model(config).named_parameters())
     saved = {name for name in index.state_dict_metadata if name.startswith(_PREFIX)}
     for name in sorted(saved ^ {_PREFIX + name for name in parameters}):
         problem = "is not of the model of its configuration" if name in saved else "is missing"
@@ -169,10 +175,10 @@ def open_training(path: str | Path) -> TrainingCheckpoint:
     return TrainingCheckpoint(folder, record, config, chunks, dtypes)
 
 
-def _config(record: Mapping[str, Any], folder: Path) -> TransformerLMConfig:
+def _config(record: Mapping[str, Any], folder: Path) -> ModelConfig:
     try:
-        return TransformerLMConfig(**record["model"])
-    except (KeyError, TypeError) as error:
+        return model_config(record["model"], record["model"]["vocab_size"])
+    except (KeyError, TypeError, ConfigError) as error:
         raise CheckpointError(f"{folder}: its configuration is of another version ({error})") from error
 
 

@@ -65,7 +65,7 @@ def find_dictionary(checkpoint: Checkpoint) -> Path | None:
 
 def tokenizer_of(checkpoint: Checkpoint, dictionary: Path | None, bpe: Bpe | None) -> dict[str, str] | None:
     """The files of a Hugging Face tokenizer, or None if there is no dictionary to make them of."""
-    from lmtools.checkpoints.load import require_dictionary_fits
+    from lmtools.checkpoints.load import require_dictionary_fits, require_transformer_lm
     from lmtools.data.dictionary import Dictionary
     from lmtools.preprocess.codec import is_bpe
     from lmtools.preprocess.gpt2_vocabulary import find_vocabulary, read_vocabulary
@@ -79,7 +79,8 @@ def tokenizer_of(checkpoint: Checkpoint, dictionary: Path | None, bpe: Bpe | Non
     require_dictionary_fits(checkpoint, len(words), place)
     as_words = bpe is Bpe.none or (bpe is None and not is_bpe(words))
     vocabulary = None if as_words else read_vocabulary(find_vocabulary(None, None))
-    return tokenizer_files(words, vocabulary, max_length=checkpoint.config.max_target_positions)
+    config = require_transformer_lm(checkpoint, "transformers no longer has this model")
+    return tokenizer_files(words, vocabulary, max_length=config.max_target_positions)
 
 
 def padded_dictionary(checkpoint: Checkpoint, dictionary: Path | None) -> dict[str, str] | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -12,14 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmtools.cli.options import Advance, Device, DType, JsonOption, print_json, progress_bar, say
+from lmtools.cli.eval_output import bar_of_rank_0, original_counts, show, write, write_scores
+from lmtools.cli.options import Device, DType, JsonOption, require_none_given, say
 from lmtools.errors import ConfigError
-from lmtools.files import STDIO, atomic_write, atomic_write_text, is_device_or_pipe, sha256_file
+from lmtools.files import STDIO
 
 if TYPE_CHECKING:
     from lmtools.evaluate.run import ScoredSplit
-    from lmtools.evaluate.splits import EvalSplit
-    from lmtools.parallel.mesh import Mesh
+
+
+class Task(str, Enum):
+    """fairseq's `--task`."""
+
+    language_modeling = "language_modeling"
+    truncated_bptt_lm = "truncated_bptt_lm"
 
 
 class BreakMode(str, Enum):
@@ -34,8 +38,12 @@ def evaluate(
     data: Annotated[Path, typer.Argument(help="Folder that `lmtools binarize` made.")],
     path: Annotated[Path, typer.Option("--path", help="Checkpoint: a folder, a file, one part or the parts' stem.")],
     gen_subset: Annotated[str, typer.Option("--gen-subset", help="Split to score, or several with commas.")] = "test",
+    task: Annotated[
+        Task, typer.Option(help="truncated_bptt_lm reads the split as streams, with a memory: for Transformer-XL.")
+    ] = Task.language_modeling,
     tokens_per_sample: Annotated[
-        int | None, typer.Option(min=1, help="Longest window; the checkpoint's maximum if not given.")
+        int | None,
+        typer.Option(min=1, help="Longest window, or chunk of a stream; what the checkpoint says if not given."),
     ] = None,
     context_window: Annotated[
         int, typer.Option(min=0, help="Tokens at the head of each window that are seen but not scored.")
@@ -54,7 +62,8 @@ def evaluate(
             "--batch-size",
             "--max-sentences",
             min=1,
-            help="Windows at a time, 8 if --max-tokens is not given either; no result depends on it.",
+            help="Windows at a time, 8 if --max-tokens is not given either; no result depends on it. Streams of a "
+            "replica, 1 if not given; memory begins anew where one begins.",
         ),
     ] = None,
     max_tokens: Annotated[
@@ -91,6 +100,26 @@ def evaluate(
     orig_bytes: Annotated[
         int | None, typer.Option(min=1, help="Bytes of the original text, if no manifest says.")
     ] = None,
+    mem_len: Annotated[
+        int | None,
+        typer.Option(min=0, help="Transformer-XL: positions that are remembered; the checkpoint's if not given."),
+    ] = None,
+    clamp_len: Annotated[
+        int | None, typer.Option(min=-1, help="Transformer-XL: distances above it count as it; -1 does not clamp.")
+    ] = None,
+    same_length: Annotated[
+        bool | None,
+        typer.Option(
+            "--same-length/--no-same-length", help="Transformer-XL: each position sees exactly --mem-len positions."
+        ),
+    ] = None,
+    fairseq_compat: Annotated[
+        bool,
+        typer.Option(
+            "--fairseq-compat",
+            help="Transformer-XL: count as fairseq does, without the first token of each chunk and the tail.",
+        ),
+    ] = False,
     num_workers: Annotated[
         int,
         typer.Option(min=0, help="Accepted for fairseq's sake: windows are cut from mapped memory, no worker loads."),
@@ -102,15 +131,57 @@ def evaluate(
     if offload and mp * dp > 1:
         raise ConfigError(f"--offload: is for one process, found --mp {mp} --dp {dp}")
     _require_sensible_options(subsets, context_window, add_bos_token, output, scores, resume, orig_tokens or orig_bytes)
+    memory = {"mem_len": mem_len, "clamp_len": clamp_len, "same_length": same_length}
+    overrides = {name: value for name, value in memory.items() if value is not None}
+    if task is Task.truncated_bptt_lm:
+        refused = {
+            "--context-window": context_window,
+            "--sample-break-mode": sample_break_mode is not BreakMode.none,
+            "--add-bos-token": add_bos_token,
+            "--max-tokens": max_tokens,
+            "--skip-invalid-size-inputs-valid-test": skip_invalid_size_inputs,
+            "--resume": resume,
+            "--offload": offload,
+        }
+        require_none_given(refused, "a stream is read in order, with its memory: there are no windows")
+        from lmtools.cli.eval_streams import evaluate_streams
+
+        evaluate_streams(
+            data,
+            path,
+            subsets,
+            overrides,
+            tokens_per_sample=tokens_per_sample,
+            batch_size=batch_size or 1,
+            fairseq_compat=fairseq_compat,
+            mp=mp,
+            dp=dp,
+            dtype=dtype,
+            device=device,
+            output=output,
+            scores=scores,
+            orig_tokens=orig_tokens,
+            orig_bytes=orig_bytes,
+            as_json=as_json,
+        )
+        return
+    of_streams = {f"--{name.replace('_', '-')}": True for name in overrides} | {"--fairseq-compat": fairseq_compat}
+    require_none_given(of_streams, "is of --task truncated_bptt_lm")
 
     import torch
 
     from lmtools import __version__
-    from lmtools.checkpoints.load import load_model, open_checkpoint, require_divisible, rows_of_dictionary
+    from lmtools.checkpoints.load import (
+        load_transformer_lm,
+        open_checkpoint,
+        require_divisible,
+        require_transformer_lm,
+        rows_of_dictionary,
+    )
     from lmtools.checkpoints.offload import load_offloaded, windows_together
     from lmtools.data.dictionary import Dictionary
     from lmtools.evaluate.batches import cut_batches
-    from lmtools.evaluate.result import checkpoint_hashes, result_of, summary_of
+    from lmtools.evaluate.result import checkpoint_hashes, result_of
     from lmtools.evaluate.run import score_split
     from lmtools.evaluate.splits import open_split, require_rows
     from lmtools.parallel.launch import is_worker, run_workers
@@ -118,11 +189,12 @@ def evaluate(
 
     # Everything that can be refused is refused here, before a worker starts or a weight is read.
     checkpoint = open_checkpoint(path)
+    config = require_transformer_lm(checkpoint, "use --task truncated_bptt_lm")
     require_divisible(checkpoint, mp)
-    maximum = checkpoint.config.max_target_positions
+    maximum = config.max_target_positions
     tokens_per_sample = tokens_per_sample or maximum
     # Positions that were learned end with the last one; those that are computed have one more for <s>.
-    longest = tokens_per_sample + (1 if add_bos_token and checkpoint.config.decoder_learned_pos else 0)
+    longest = tokens_per_sample + (1 if add_bos_token and config.decoder_learned_pos else 0)
     if longest > maximum:
         raise ConfigError(
             f"--tokens-per-sample {tokens_per_sample}: makes windows of {longest} tokens, the checkpoint was made for "
@@ -149,7 +221,7 @@ def evaluate(
         batch_size = 8
         if offload:
             batch_size = windows_together(
-                checkpoint.config,
+                config,
                 memory_bytes=int(offload_memory * 2**30),
                 length=tokens_per_sample + int(add_bos_token),
                 dtype=getattr(torch, dtype.value),
@@ -174,14 +246,14 @@ def evaluate(
     with open_mesh(dp=dp, tp=mp, device=device.value if device else None) as mesh:
         if mesh.rank == 0 and mesh.device.type == "cpu" and dtype is DType.float16:
             say("eval: float16 products are hundreds of times slower than float32 on a CPU; consider --dtype bfloat16")
-        with _bar(mesh, "load model", None, "bytes") as advance:
+        with bar_of_rank_0(mesh, "load model", None, "bytes") as advance:
             if offload:
                 model = load_offloaded(checkpoint, mesh.device, getattr(torch, dtype.value), progress=advance)
             else:
-                model = load_model(checkpoint, mesh, getattr(torch, dtype.value), progress=advance)
+                model = load_transformer_lm(checkpoint, mesh, getattr(torch, dtype.value), progress=advance)
             hashes = checkpoint_hashes(checkpoint.paths, mesh, progress=advance)
         for split, bounds in zip(splits, batches, strict=True):
-            with _bar(mesh, f"eval {split.name}", split.tokens_to_score, "tokens") as advance:
+            with bar_of_rank_0(mesh, f"eval {split.name}", split.tokens_to_score, "tokens") as advance:
                 scored.append(
                     score_split(
                         model,
@@ -213,23 +285,18 @@ def evaluate(
         "model": asdict(checkpoint.config),
         "checkpoint_sha256": hashes,
     }
-    settings["scores"] = _write_scores(scores, splits[0], scored[0]) if scores is not None else None
+    settings["scores"] = write_scores(scores, splits[0], scored[0].log_probs) if scores is not None else None
     results = []
     for split, outcome in zip(splits, scored, strict=True):
-        original, original_from = _original(split, orig_tokens, orig_bytes)
+        original, original_from = original_counts(split, orig_tokens, orig_bytes)
         results.append(result_of(split, outcome, settings=settings, original=original, original_from=original_from))
     document = results[0] if len(results) == 1 else {"results": results}
-    if output is not None:
-        atomic_write_text(output, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write(document, output)
     for split in splits:
         journal = _journal_path(output or scores, split.name)
         if journal is not None:
             journal.unlink(missing_ok=True)
-    if as_json:
-        print_json(document)
-    else:
-        for result in results:
-            typer.echo(summary_of(result))
+    show(document, results, as_json=as_json)
 
 
 def _require_sensible_options(
@@ -263,34 +330,5 @@ def _require_sensible_options(
             raise ConfigError(f"{option} {target}: expected a file's name in a folder that exists")
 
 
-def _bar(mesh: Mesh, description: str, total: int | None, unit: str) -> AbstractContextManager[Advance]:
-    """A progress bar of rank 0's, which speaks for all."""
-    return progress_bar(description, total=total, unit=unit) if mesh.rank == 0 else nullcontext(lambda count: None)
-
-
 def _journal_path(target: Path | None, subset: str) -> Path | None:
     return None if target is None else target.with_name(f"{target.name}.{subset}.partial")
-
-
-def _original(
-    split: EvalSplit, orig_tokens: int | None, orig_bytes: int | None
-) -> tuple[dict[str, Any] | None, str | None]:
-    """Counts of the original text, and where they come from. What is given by hand goes before the manifest."""
-    if orig_tokens is None and orig_bytes is None:
-        return (asdict(split.original), "manifest") if split.original else (None, None)
-    given = {"path": None, "lines": None, "words": None, "tokens": orig_tokens, "num_bytes": orig_bytes}
-    return given, "given"
-
-
-def _write_scores(path: Path, split: EvalSplit, scored: ScoredSplit) -> dict[str, str] | None:
-    """Write the score of every token; returns where, and the hash by which the result knows its scores again.
-
-    None for a device or a pipe, which cannot be read again.
-    """
-    import numpy as np
-
-    from lmtools.evaluate.run import scores_of_every_token
-
-    with atomic_write(path) as stream:
-        np.save(stream, scores_of_every_token(split, scored.log_probs))
-    return None if is_device_or_pipe(path) else {"path": str(path), "sha256": sha256_file(path)}

@@ -70,7 +70,7 @@ def generate(
 
     import torch
 
-    from lmtools.checkpoints.load import load_model, open_checkpoint, require_divisible
+    from lmtools.checkpoints.load import load_transformer_lm, open_checkpoint, require_divisible, require_transformer_lm
     from lmtools.generate.beam import beam_search
     from lmtools.generate.decode import Limits, continue_prompts
     from lmtools.generate.sampling import Sampling
@@ -79,9 +79,10 @@ def generate(
 
     # Everything that can be refused is refused here, before a worker starts or a weight is read.
     checkpoint = open_checkpoint(path)
+    config = require_transformer_lm(checkpoint, "this command continues plain transformers only")
     require_divisible(checkpoint, mp)
     codec, eos_index = open_codec(checkpoint, dictionary, bpe, encoder_json, vocab_bpe)
-    limits = Limits([*codec.known, eos_index], eos_index, max_new_tokens, checkpoint.config.max_target_positions)
+    limits = Limits([*codec.known, eos_index], eos_index, max_new_tokens, config.max_target_positions)
     texts = prompt if prompt is not None else _read_prompts(prompts or STDIO)
     # A prompt is the beginning of a sentence: in training, what stands before one is the end of another.
     sources = [[eos_index, *_encode(codec, text, number)] for number, text in enumerate(texts, start=1)]
@@ -95,7 +96,7 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, seed)
     with open_mesh(dp=1, tp=mp, device=device.value if device else None) as mesh:
         speaks = mesh.rank == 0
-        model = load_model(checkpoint, mesh, getattr(torch, dtype.value))
+        model = load_transformer_lm(checkpoint, mesh, getattr(torch, dtype.value))
         streamed = _Stream(codec, sources[0]) if _is_watched(sources, beam, as_json) and speaks else None
         shown = speaks and streamed is None
         bar = progress_bar("generate", total=len(texts), unit="prompts") if shown else nullcontext(lambda count: None)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lmtools.errors import ConfigError
 from lmtools.files import COMPRESSED_SUFFIXES, STDIO
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
@@ -134,3 +135,18 @@ def progress_bar(description: str, *, total: int | None, unit: str = "bytes") ->
     ) as progress:
         task = progress.add_task(description, total=total)
         yield lambda count: progress.advance(task, count)
+
+
+def require_none_given(options: Mapping[str, object], reason: str) -> None:
+    """Refuse options that have no meaning beside others.
+
+    Args:
+        options: name on the command line to value; none, zero and false are not given.
+        reason: why they have none.
+
+    Raises:
+        ConfigError: names the first that was given.
+    """
+    for name, value in options.items():
+        if value:
+            raise ConfigError(f"{name}: {reason}")

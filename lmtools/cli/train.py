@@ -23,10 +23,19 @@ import typer
 from lmtools.cli.fairseq_train import FOREIGN, SPELLINGS, replicas_of, require_one_width, translate
 from lmtools.cli.options import say
 from lmtools.errors import ConfigError
-from lmtools.models.architectures import TransformerLMConfig
-from lmtools.train.config import MODEL_FIELDS, TRAIN_FIELDS, Run, TrainConfig, resolve, to_toml
+from lmtools.train.config import (
+    MODEL_CONFIGS,
+    MODEL_FIELDS,
+    TRAIN_FIELDS,
+    Run,
+    TrainConfig,
+    model_hints,
+    resolve,
+    to_toml,
+)
 
 _LITERALS = {"lr": "<float>", "update_freq": "<int>", "adam_betas": "<float,float>", "adafactor_eps": "<float,float>"}
+_LITERALS |= {"cutoffs": "<int,int,...>"}
 """Options that fairseq writes as `0.9,0.98`, `(0.9, 0.98)` or `[0.9]`, and how --help shows them."""
 
 
@@ -42,7 +51,7 @@ def train(config: Path | None, print_config: bool, foreign: dict[str, Any], flag
             raise ConfigError(
                 f"--distributed-world-size {world_size}: is not --mp {run.train.mp} x --dp {run.train.dp}"
             )
-    require_one_width(foreign, run.model["decoder_embed_dim"])
+    require_one_width(foreign, run.model.get("decoder_embed_dim", run.model.get("d_model")))
     if print_config:
         typer.echo(to_toml(run), nl=False)
         return
@@ -126,7 +135,7 @@ def _command() -> Callable[..., None]:
     for name, field in TRAIN_FIELDS.items():
         if name != "data":
             parameters.append(_parameter(name, _annotation(name, hints[name], field, panel="Run"), None))
-    hints = typing.get_type_hints(TransformerLMConfig)
+    hints = model_hints()
     for name, field in MODEL_FIELDS.items():
         parameters.append(_parameter(name, _annotation(name, hints[name], field, panel="Model"), None))
     for name, kind in FOREIGN.items():
@@ -149,7 +158,7 @@ def _annotation(name: str, hint: Any, field: dataclasses.Field[Any], *, panel: s
     spellings = SPELLINGS.get(name, [flag])
     if kind is bool:
         spellings = [f"{flag}/--no-{flag[2:]}" if not name.startswith("no_") else flag]
-    text = field.metadata["help"] if panel == "Run" else _attribute_texts(TransformerLMConfig)[name]
+    text = field.metadata["help"] if panel == "Run" else _model_texts()[name]
     if typing.get_origin(hint) is Literal and kind is str:
         text += f" [{'|'.join(typing.get_args(hint))}]"
     default = None if field.default in (None, "", dataclasses.MISSING) else field.default
@@ -157,6 +166,11 @@ def _annotation(name: str, hint: Any, field: dataclasses.Field[Any], *, panel: s
         text += f" [default: {default}]"
     option = typer.Option(*spellings, help=text, metavar=_LITERALS.get(name), rich_help_panel=panel, show_default=False)
     return Annotated[kind | None, option]
+
+
+def _model_texts() -> dict[str, str]:
+    """What is said of the fields of all models."""
+    return {name: text for kind in MODEL_CONFIGS for name, text in _attribute_texts(kind).items()}
 
 
 def _attribute_texts(record: type[Any]) -> dict[str, str]:
@@ -182,7 +196,8 @@ def _parsed(name: str, value: Any) -> Any:
     if name not in _LITERALS or not isinstance(value, str):
         return value
     try:
-        return ast.literal_eval(value)
+        parsed = ast.literal_eval(value)
+        return (parsed,) if name == "cutoffs" and isinstance(parsed, int) else parsed
     except (ValueError, SyntaxError, TypeError) as error:
         raise ConfigError(f"--{name.replace('_', '-')} {value}: expected {_LITERALS[name]}") from error
 

@@ -85,16 +85,18 @@ def result_of(
 def summary_of(result: Mapping[str, Any]) -> str:
     """A result as a few lines for a person."""
     scored, original = result["tokens_scored"], result["original"]
+    if result.get("task") == "truncated_bptt_lm":
+        how = f"chunks of {result['tokens_per_sample']}, memory {result['mem_len']}, {result['dtype']}"
+        left_out = "as in fairseq: the first of each chunk, and the tail"
+    else:
+        how = f"window {result['tokens_per_sample']}, context {result['context_window']}, {result['dtype']}"
+        left_out = "in sentences that do not fit a window"
     lines = [
         f"{result['subset']}: loss {result['loss_base2']:.4f} bits, perplexity {result['perplexity']:,.2f} over "
-        f"{scored:,} tokens (window {result['tokens_per_sample']}, context {result['context_window']}, "
-        f"{result['dtype']})"
+        f"{scored:,} tokens ({how})"
     ]
     if result["tokens_skipped"]:
-        lines.append(
-            f"  NOT scored: {result['tokens_skipped']:,} of {result['tokens_in_split']:,} tokens, in sentences that do "
-            "not fit a window"
-        )
+        lines.append(f"  NOT scored: {result['tokens_skipped']:,} of {result['tokens_in_split']:,} tokens, {left_out}")
     if result["tokens_unk"]:
         lines.append(f"  <unk>: {result['tokens_unk']:,} of the tokens ({100 * result['tokens_unk'] / scored:.2f} %)")
     if result["word_perplexity"] is not None:

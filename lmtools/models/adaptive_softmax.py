@@ -155,7 +155,7 @@ class AdaptiveSoftmax(nn.Module):
                 logits = self._logits(index, flat[rows])
                 within = self.ops.log_normalizer(logits) - self.ops.pick(logits, labels[rows] - start)
                 nll = nll.index_add(0, rows, within)
-        return nll.masked_fill(labels < 0, 0.0).view(targets.shape)
+        return nll.view(targets.shape).masked_fill(targets < 0, 0.0)
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Log-probabilities of all types, for generation.

@@ -8,10 +8,10 @@ fairseq/examples/truncated_bptt/transformer_xl_model.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from lmtools.errors import ConfigError
 
@@ -163,6 +163,9 @@ class TransformerXLConfig:
         return [widest // self.div_val**cluster for cluster in range(len(self.cluster_bounds))]
 
 
+ModelConfig: TypeAlias = TransformerLMConfig | TransformerXLConfig
+
+
 def transformer_xl(vocab_size: int, **overrides: Any) -> TransformerXLConfig:
     """fairseq's `transformer_xl`: 12 layers of 500, no memory until `mem_len` is given."""
     return TransformerXLConfig(vocab_size=vocab_size, **overrides)
@@ -257,24 +260,7 @@ def transformer_lm_gpt3(
     return transformer_lm_gpt(vocab_size, layers=layers, embed_dim=embed_dim, heads=heads, **(preset | overrides))
 
 
-def training_flops_per_token(*, vocab_size: int, tokens_per_sample: int, fields: Mapping[str, Any]) -> float:
-    """Floating-point operations of forward and backward, for one token of a full block.
-
-    Counted are matrix products: 2 for each weight and 2 * width for each token attended to, half a block on average;
-    three times that with the backward pass. Recomputed activations are not counted, since they are no use.
-
-    Args:
-        vocab_size: rows of the output projection.
-        tokens_per_sample: length of a block.
-        fields: the fields of `TransformerLMConfig`.
-    """
-    embed_dim, ffn_dim = fields["decoder_embed_dim"], fields["decoder_ffn_embed_dim"]
-    weights = fields["decoder_layers"] * (4 * embed_dim**2 + 2 * embed_dim * ffn_dim) + vocab_size * embed_dim
-    attention = fields["decoder_layers"] * 2 * 2 * embed_dim * (tokens_per_sample + 1) / 2
-    return float(3 * (2 * weights + attention))
-
-
-ARCHITECTURES: dict[str, Callable[..., TransformerLMConfig]] = {
+ARCHITECTURES: dict[str, Callable[..., ModelConfig]] = {
     "transformer_lm": transformer_lm,
     "transformer_lm_big": transformer_lm_big,
     "transformer_lm_gpt": transformer_lm_gpt,
@@ -293,4 +279,5 @@ ARCHITECTURES: dict[str, Callable[..., TransformerLMConfig]] = {
     "transformer_lm_megatron_11b": transformer_lm_megatron_11b,
     "transformer_lm_megatron_small": transformer_lm_megatron_small,
     "transformer_lm_megatron_tiny": transformer_lm_megatron_tiny,
+    "transformer_xl": transformer_xl,
 }

@@ -19,6 +19,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lmtools.models.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from lmtools.models.architectures import TransformerXLConfig
@@ -107,6 +108,9 @@ class Layer(nn.Module):
 class TransformerXL(nn.Module):
     """The whole model: tokens and memory in, scores of the targets and memory out."""
 
+    checkpoint_activations: bool
+    """Keep only each layer's input during training and compute the rest again in the backward pass."""
+
     def __init__(self, config: TransformerXLConfig) -> None:
         super().__init__()
         self.config = config
@@ -114,6 +118,7 @@ class TransformerXL(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layer))
         self.adaptive_softmax = AdaptiveSoftmax(config)
+        self.checkpoint_activations = False
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -187,7 +192,10 @@ class TransformerXL(nn.Module):
         new_memories = []
         for index, layer in enumerate(self.layers):
             memory = memories[index] if memories else None
-            x, new_memory = layer(x, memory, positions, mask, keep_projections)
+            if self.checkpoint_activations and self.training:
+                x, new_memory = checkpoint(layer, x, memory, positions, mask, keep_projections, use_reentrant=False)
+            else:
+                x, new_memory = layer(x, memory, positions, mask, keep_projections)
             new_memories.append(new_memory)
         return self.dropout(x), new_memories
 

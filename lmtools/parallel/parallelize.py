@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -30,6 +30,9 @@ from lmtools.parallel.plans import Plan, SequencePlan, Split, matches_any, split
 
 ReadSlice = Callable[[str, tuple[slice, ...]], Tensor]
 """Reads part of a whole (unsplit) parameter: its name and one slice for each dimension."""
+
+InitializeParameter = Callable[[str, Tensor, torch.Generator], None]
+"""Fills a whole parameter, given its name, from the generator alone."""
 
 
 @contextmanager
@@ -69,6 +72,11 @@ def parallelize(
             style = _style(name, module, split_of(f"{name}.weight", plan), sequence_plan)
             if style is not None:
                 styles[name] = style
+        elif set(dict(module.named_parameters(recurse=False))) == {"bias"}:
+            assert split_of(f"{name}.bias", plan) is Split.COLUMN, (
+                f"{name}: a bias alone is split with what it is added to"
+            )
+            styles[name] = _ColumnBias()
     parallelize_module(model, tp_mesh, styles)
     if sequence_plan is not None:
         _split_sequence(model, tp_mesh, sequence_plan)
@@ -94,6 +102,23 @@ def _style(name: str, module: nn.Module, split: Split, sequence_plan: SequencePl
             return ColwiseParallel(input_layouts=between, use_local_output=False)
         case Split.REPLICATED:
             return None
+
+
+class _ColumnBias(ParallelStyle):
+    """For a module that only adds its bias, to features that a column-split layer has split."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def split(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+            bias = module.get_parameter("bias")
+            module.register_parameter("bias", nn.Parameter(distribute_tensor(bias.detach(), mesh, [Shard(0)])))
+
+        def enter(_module: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> tuple[DTensor]:
+            return (DTensor.from_local(inputs[0], mesh, [Shard(-1)], run_check=False),)
+
+        def leave(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
+            return output.to_local()
+
+        return distribute_module(module, device_mesh, split, enter, leave)  # type: ignore[arg-type]
 
 
 def _split_sequence(model: nn.Module, tp_mesh: DeviceMesh, sequence_plan: SequencePlan) -> None:
@@ -162,7 +187,7 @@ def materialize(model: nn.Module, read: ReadSlice, *, device: torch.device, dtyp
         _set_parameter(model, name, done[meta])
 
 
-def seeded_values(model: nn.Module, initialize: Callable[[str, Tensor, torch.Generator], None], seed: int) -> ReadSlice:
+def seeded_values(model: nn.Module, initialize: InitializeParameter, seed: int) -> ReadSlice:
     """A reader for `materialize` that makes up initial values from (seed, parameter name) alone.
 
     Each parameter is drawn whole, from a generator of its own, and then cut: the same model at any dp, tp or order.

@@ -61,6 +61,27 @@ TRANSFORMER_LM_SPLIT_DROPOUT: ModulePatterns = ("layers.*.self_attn", "layers.*.
 """Modules that drop elements of activations of which each tp rank holds its own part."""
 
 
+TRANSFORMER_XL: Plan = {
+    "embed_tokens.clusters.*.weight": Split.VOCABULARY,
+    "embed_tokens.projections.*": Split.REPLICATED,
+    "layers.*.self_attn.[qkvr]_proj.weight": Split.COLUMN,
+    "layers.*.self_attn.r_[wr]_bias.bias": Split.COLUMN,
+    "layers.*.self_attn.out_proj.weight": Split.ROW,
+    "layers.*.self_attn_layer_norm.*": Split.REPLICATED,
+    "layers.*.fc1.*": Split.COLUMN,
+    "layers.*.fc2.weight": Split.ROW,
+    "layers.*.fc2.bias": Split.REPLICATED,
+    "layers.*.final_layer_norm.*": Split.REPLICATED,
+    "adaptive_softmax.clusters.*.*": Split.VOCABULARY,
+    "adaptive_softmax.tails.*": Split.REPLICATED,
+    "adaptive_softmax.projections.*": Split.REPLICATED,
+}
+"""`lmtools.models.transformer_xl.TransformerXL`."""
+
+TRANSFORMER_XL_SPLIT_DROPOUT: ModulePatterns = ("layers.*.self_attn", "layers.*.activation_dropout")
+"""As `TRANSFORMER_LM_SPLIT_DROPOUT`."""
+
+
 @dataclass(frozen=True)
 class SequencePlan:
     """Where, under sequence parallelism, each tp rank holds its own part of the sequence.

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lmtools.models.architectures import TransformerLMConfig, training_flops_per_token
+from lmtools.models.architectures import TransformerLMConfig
+from lmtools.models.flops import training_flops_per_token
 from lmtools.plan.memory import Device, TrainingMemory, num_elements, parameter_shapes, tp_shapes, training_memory
 from lmtools.plan.speed import Speed, StepTime, step_time
 from lmtools.plan.traffic import Traffic, training_traffic

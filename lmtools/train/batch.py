@@ -14,12 +14,10 @@ from torch import Tensor
 
 from lmtools.data.batches import BlockIds
 from lmtools.data.blocks import Offsets, Tokens, window_input
+from lmtools.data.streams import IGNORED, Streams, read_chunks
 from lmtools.models.transformer_lm import PAD_INDEX
 
 Item = TypeVar("Item")
-
-IGNORED = -100
-"""A target that is none: padding, and the whole batch of a rank that has none."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Batch:
         block_ids: which blocks these are.
         tokens: int64 `(B, T)`, rows padded on the right.
         targets: int64 `(B, T)`, IGNORED where there is nothing to predict.
-        num_tokens: how many targets there are.
+        num_tokens: how many targets there are; by fairseq's rule of streams all tokens, by which it divides.
     """
 
     block_ids: BlockIds
@@ -58,6 +56,20 @@ def make_batch(stream: Tokens, blocks: Offsets, block_ids: BlockIds, *, eos_inde
         tokens[row, : end - start] = window_input(stream, start, end, eos_index=eos_index)
         targets[row, : end - start] = stream[start:end]
     return Batch(block_ids, torch.from_numpy(tokens), torch.from_numpy(targets), int(lengths.sum()))
+
+
+def make_stream_batch(stream: Tokens, streams: Streams, chunk_ids: BlockIds, *, eos_index: int) -> Batch:
+    """Cut one step's chunks out of the stream; a row at its end, -1, is all ignored.
+
+    Args:
+        stream: the split's tokens.
+        streams: how it is cut.
+        chunk_ids: which chunk each row reads.
+        eos_index: stands before the stream's first token.
+    """
+    chunks = read_chunks(stream, streams, chunk_ids, eos_index=eos_index)
+    num_tokens = chunks.tokens.size if streams.fairseq_compat else int((chunks.offsets >= 0).sum())
+    return Batch(chunk_ids, torch.from_numpy(chunks.tokens), torch.from_numpy(chunks.targets), num_tokens)
 
 
 def prefetched(items: Iterable[Item], depth: int) -> Iterator[Item]:

@@ -8,12 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from lmtools.models.architectures import TransformerLMConfig
-from lmtools.models.transformer_lm import TransformerLM, initialize_parameter
+from lmtools.checkpoints.models import Model, initializer, model_config, new_model, split_model
 from lmtools.parallel.mesh import Mesh
-from lmtools.parallel.parallelize import ReadSlice, materialize, parallelize, seeded_values
-from lmtools.parallel.plans import TRANSFORMER_LM, TRANSFORMER_LM_SEQUENCE, TRANSFORMER_LM_SPLIT_DROPOUT
-from lmtools.parallel.random import split_dropout
+from lmtools.parallel.parallelize import ReadSlice, materialize, seeded_values
 from lmtools.train.adafactor import Adafactor
 from lmtools.train.config import TrainConfig
 from lmtools.train.optimizer import SGD, Adam, ShardedOptimizer
@@ -27,25 +24,22 @@ def build_model(
     *,
     dtype: torch.dtype,
     read: ReadSlice | None = None,
-) -> TransformerLM:
+) -> Model:
     """Build, split and fill the model. Every rank must call it.
 
     Args:
         config: the run.
-        model_fields: the fields of `TransformerLMConfig`, without `vocab_size`.
+        model_fields: the fields of the model's configuration, without `vocab_size`.
         vocab_size: types of the dictionary, or rows of the checkpoint that the model starts from.
         mesh: where we are.
         dtype: of the parameters.
         read: where initial values come from; None makes them up from (seed, parameter name).
     """
+    architecture = model_config(model_fields, vocab_size)
     with torch.device("meta"):
-        model = TransformerLM(TransformerLMConfig(vocab_size=vocab_size, **model_fields))
-    if mesh.tp_mesh is not None:
-        sequence_plan = TRANSFORMER_LM_SEQUENCE if config.sequence_parallel else None
-        parallelize(model, TRANSFORMER_LM, mesh.tp_mesh, sequence_plan=sequence_plan)
-        split = (*TRANSFORMER_LM_SPLIT_DROPOUT, *(sequence_plan.dropout if sequence_plan else ()))
-        split_dropout(model, split, tp_rank=mesh.tp_rank, device=mesh.device)
-    read = read or seeded_values(model, initialize_parameter, config.seed)
+        model = new_model(architecture)
+    split_model(model, mesh, for_training=True, sequence_parallel=config.sequence_parallel)
+    read = read or seeded_values(model, initializer(architecture), config.seed)
     materialize(model, read, device=mesh.device, dtype=dtype)
     model.checkpoint_activations = config.checkpoint_activations
     if config.compile:
@@ -58,7 +52,7 @@ def build_model(
     return model.train()
 
 
-def build_optimizer(model: TransformerLM, config: TrainConfig) -> ShardedOptimizer:
+def build_optimizer(model: Model, config: TrainConfig) -> ShardedOptimizer:
     """The optimizer of a run, over parameters that are split already."""
     master_weights = not (config.memory_efficient_fp16 or config.memory_efficient_bf16)
     lr, weight_decay = config.lr, config.weight_decay

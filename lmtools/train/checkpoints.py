@@ -15,6 +15,7 @@ from lmtools.files import disk_errors
 from lmtools.parallel.mesh import Mesh
 from lmtools.train.config import Run, TrainConfig
 from lmtools.train.data import RunData
+from lmtools.train.memory import memory_tensors
 from lmtools.train.report import Reporter
 from lmtools.train.state import TrainState
 from lmtools.train.validation import Validation
@@ -133,7 +134,10 @@ class Keeper:
         valid_loss = self._valid_loss[1] if self._valid_loss and self._valid_loss[0] == num_updates else None
         record = self._state.record(self._run, self._data)
         record |= {"end_of_epoch": end_of_epoch, "valid_loss": valid_loss, "time": time.time()}
-        self._writer.start(target, self._state.tensors(), record, links=links)
+        tensors = self._state.tensors()
+        if self._state.progress.position.num_batches > 0:
+            tensors |= memory_tensors(self._state.memories, self._mesh)
+        self._writer.start(target, tensors, record, links=links)
         self._saved_at = num_updates
 
     def _wait_or_warn(self) -> None:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lmtools.errors import ConfigError
-from lmtools.models.architectures import ARCHITECTURES, TransformerLMConfig
+from lmtools.models.architectures import ARCHITECTURES, TransformerLMConfig, TransformerXLConfig
+from lmtools.train.config_checks import require_sense
 from lmtools.train.config_toml import read_toml, write_toml
 
 
@@ -29,12 +30,14 @@ def option(default: Any, help_text: str) -> Any:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A training run. The model's own fields are in `TransformerLMConfig`."""
+    """A training run. The model's own fields are in `TransformerLMConfig` or `TransformerXLConfig`."""
 
     # What and where
     data: str = option("", "Folder that `lmtools binarize` made; several with colons are taken an epoch each.")
     arch: str = option("transformer_lm", f"Preset that the model's fields start from: {', '.join(ARCHITECTURES)}.")
-    task: Literal["language_modeling"] = option("language_modeling", "What is learned.")
+    task: Literal["language_modeling", "truncated_bptt_lm"] = option(
+        "language_modeling", "truncated_bptt_lm reads streams in order, with a memory: for --arch transformer_xl."
+    )
     criterion: Literal["cross_entropy", "vocab_parallel_cross_entropy"] = option(
         "cross_entropy",
         "The loss; these two are the same here, and over several --mp ranks the logits are never gathered.",
@@ -53,6 +56,9 @@ class TrainConfig:
         8, "A batch of fewer than --batch-size blocks is cut to a multiple of this, if it has as many."
     )
     batch_size_valid: int | None = option(None, "Blocks in a validation batch; as --batch-size if not given.")
+    fairseq_compat: bool = option(
+        False, "Streams as in fairseq: the first token of a chunk is not predicted, and the tail is left out."
+    )
     num_workers: int = option(1, "Background threads that prepare batches; 0 prepares them in the loop.")
 
     # Parallelism
@@ -156,7 +162,10 @@ class Run:
     model: Mapping[str, Any]
 
 
-MODEL_FIELDS = {field.name: field for field in dataclasses.fields(TransformerLMConfig) if field.name != "vocab_size"}
+MODEL_CONFIGS = (TransformerXLConfig, TransformerLMConfig)
+MODEL_FIELDS = {
+    field.name: field for kind in MODEL_CONFIGS for field in dataclasses.fields(kind) if field.name != "vocab_size"
+}
 TRAIN_FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 
 _WARMUP_OF_INVERSE_SQRT = 4000
@@ -182,13 +191,14 @@ _LEAST = dict.fromkeys(
         *("mp", "dp", "update_freq", "fp16_init_scale", "fp16_scale_window"),
         *("validate_interval", "save_interval", "log_interval", "max_target_positions"),
         *("decoder_layers", "decoder_embed_dim", "decoder_ffn_embed_dim", "decoder_attention_heads"),
+        *("n_layer", "d_model", "d_inner", "n_head", "d_head", "div_val"),
     ),
     1,
 ) | dict.fromkeys(
     (
         *("num_workers", "restarts", "validate_interval_updates", "save_interval_updates"),
         *("fp16_scale_tolerance", "min_loss_scale", "adam_eps", "weight_decay", "momentum", "clip_norm"),
-        *("dropout", "attention_dropout", "activation_dropout"),
+        *("dropout", "attention_dropout", "activation_dropout", "dropatt", "mem_len", "ext_len"),
     ),
     0,
 )
@@ -199,7 +209,7 @@ def resolve(file: Path | None, flags: Mapping[str, Any]) -> Run:
     """Put a configuration together: defaults < preset < file < flags.
 
     Args:
-        file: TOML with the fields of `TrainConfig` and `TransformerLMConfig` at its top level, or None.
+        file: TOML with the fields of `TrainConfig` and of the model at its top level, or None.
         flags: the fields that were given on the command line.
 
     Raises:
@@ -207,7 +217,7 @@ def resolve(file: Path | None, flags: Mapping[str, Any]) -> Run:
             contradict each other.
     """
     from_file = read_toml(file) if file is not None else {}
-    hints = typing.get_type_hints(TransformerLMConfig) | typing.get_type_hints(TrainConfig)
+    hints = model_hints() | typing.get_type_hints(TrainConfig)
     given: dict[str, Any] = {}
     for name, value in {**from_file, **flags}.items():
         where = f"--{name.replace('_', '-')}" if name in flags else f"{file}: {name}"
@@ -222,12 +232,23 @@ def resolve(file: Path | None, flags: Mapping[str, Any]) -> Run:
     train = TrainConfig(**train_fields)
     if train.arch not in ARCHITECTURES:
         raise ConfigError(f"--arch {train.arch}: expected one of {', '.join(ARCHITECTURES)}")
+    preset = ARCHITECTURES[train.arch]
     overrides = {name: value for name, value in given.items() if name in MODEL_FIELDS}
-    overrides.setdefault("max_target_positions", train.tokens_per_sample)
-    model = dataclasses.asdict(ARCHITECTURES[train.arch](vocab_size=1, **overrides))
+    own = {field.name for field in dataclasses.fields(preset(vocab_size=1))}
+    for name in overrides:
+        if name not in own:
+            raise ConfigError(f"--{name.replace('_', '-')}: is no option of --arch {train.arch}")
+    if "max_target_positions" in own:
+        overrides.setdefault("max_target_positions", train.tokens_per_sample)
+    model = dataclasses.asdict(preset(vocab_size=1, **overrides))
     del model["vocab_size"]
-    _require_sense(train, model)
+    require_sense(train, model)
     return Run(train, model)
+
+
+def model_hints() -> dict[str, Any]:
+    """The types of `MODEL_FIELDS`."""
+    return {name: hint for kind in MODEL_CONFIGS for name, hint in typing.get_type_hints(kind).items()}
 
 
 def _checked(name: str, value: Any, hint: Any, where: str) -> Any:
@@ -252,33 +273,6 @@ def _checked(name: str, value: Any, hint: Any, where: str) -> Any:
         if name in _LEAST and number is not None and number < _LEAST[name]:
             raise ConfigError(f"{where}: expected {_LEAST[name]} or more, found {number}")
     return value
-
-
-def _require_sense(train: TrainConfig, model: Mapping[str, Any]) -> None:
-    if (train.fp16 or train.memory_efficient_fp16) and (train.bf16 or train.memory_efficient_bf16):
-        raise ConfigError("--fp16 and --bf16, or their memory-efficient forms: give one of them")
-    if train.batch_size is None and train.max_tokens is None:
-        raise ConfigError("--batch-size or --max-tokens: give at least one")
-    if train.max_update is None and train.max_epoch is None and train.stop_time_hours is None:
-        raise ConfigError("--max-update, --max-epoch or --stop-time-hours: give at least one, or the run never ends")
-    if train.restore_file and train.finetune_from:
-        raise ConfigError("--restore-file and --finetune-from: give one of them")
-    if not all(0 <= beta < 1 for beta in train.adam_betas):
-        raise ConfigError(f"--adam-betas {train.adam_betas}: expected two numbers from 0 to below 1")
-    heads, embed_dim = model["decoder_attention_heads"], model["decoder_embed_dim"]
-    if embed_dim % heads:
-        raise ConfigError(f"--decoder-attention-heads {heads}: does not divide --decoder-embed-dim {embed_dim}")
-    if heads % train.mp:
-        sizes = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
-        raise ConfigError(f"--mp {train.mp}: does not divide the model's {heads} attention heads; use one of {sizes}")
-    if train.tokens_per_sample > model["max_target_positions"]:
-        raise ConfigError(
-            f"--tokens-per-sample {train.tokens_per_sample}: longer than --max-target-positions "
-            f"{model['max_target_positions']}"
-        )
-    for name in ("dropout", "attention_dropout", "activation_dropout"):
-        if model[name] >= 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {model[name]}: expected less than 1, which drops everything")
 
 
 def to_toml(run: Run) -> str:

@@ -23,6 +23,7 @@ from lmtools.data.batches import (
 from lmtools.data.blocks import Offsets, Tokens, cut_blocks, require_whole_sentences
 from lmtools.data.dictionary import Dictionary
 from lmtools.data.indexed import IndexedDataset
+from lmtools.data.streams import Streams, cut_streams, stream_updates
 from lmtools.errors import DataError
 from lmtools.train.config import TrainConfig
 
@@ -87,15 +88,19 @@ class RunData:
         train: opens the training blocks of an epoch's shard.
         batches: the batches of an epoch, in order.
         valid: the validation splits.
+        streams: how an epoch's shard is cut into streams, for truncated BPTT; else None.
     """
 
     dictionary: Dictionary
     train: Callable[[int], Blocks]
     batches: Callable[[int], Batches]
     valid: tuple[Blocks, ...]
+    streams: Callable[[int], Streams] | None = None
 
     def updates(self, start: Position, config: TrainConfig) -> Iterator[Update]:
         """The run's updates from a place on, without an end."""
+        if self.streams is not None:
+            return stream_updates(self.streams, start, dp_size=config.dp, update_freq=config.update_freq)
         return training_updates(self.batches, start, dp_size=config.dp, update_freq=config.update_freq)
 
 
@@ -129,11 +134,32 @@ def open_data(config: TrainConfig) -> RunData:
             regroup=len(shards) > 1,
         )
 
+    def streams(epoch: int) -> Streams:
+        return cut_blocks_into_streams(train(epoch), config, config.batch_size)
+
     for shard in shards:
         train_shard(shard)
     names = [name for name in config.valid_subset.split(",") if name]
     valid = tuple(open_blocks(shards[0], name, dictionary, config) for name in names)
-    return RunData(dictionary, train, batches, valid)
+    if config.task != "truncated_bptt_lm":
+        return RunData(dictionary, train, batches, valid)
+    for shard in shards:
+        if cut_blocks_into_streams(train_shard(shard), config, config.batch_size).num_targets == 0:
+            raise DataError(
+                f"{shard}/{config.train_subset}: too few tokens for {config.batch_size} x {config.dp} streams"
+            )
+    return RunData(dictionary, train, batches, valid, streams)
+
+
+def cut_blocks_into_streams(blocks: Blocks, config: TrainConfig, batch_size: int | None) -> Streams:
+    """The rows of truncated BPTT: `batch_size` for each replica."""
+    assert batch_size is not None, "see config_checks.py"
+    return cut_streams(
+        len(blocks.tokens),
+        num_rows=batch_size * config.dp,
+        chunk_len=config.tokens_per_sample,
+        fairseq_compat=config.fairseq_compat,
+    )
 
 
 def validation_batches(blocks: Blocks, config: TrainConfig) -> list[BlockIds]:

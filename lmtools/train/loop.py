@@ -15,15 +15,16 @@ from dataclasses import dataclass
 
 import torch
 
-from lmtools.data.batches import Position, Update
+from lmtools.data.batches import BlockIds, Position, Update
 from lmtools.errors import DataError, LmtoolsError
 from lmtools.evaluate.perplexity import nats_to_bits
 from lmtools.parallel.mesh import Mesh
 from lmtools.parallel.random import seed_batch
-from lmtools.train.batch import Batch, make_batch, prefetched
+from lmtools.train.batch import Batch, make_batch, make_stream_batch, prefetched
 from lmtools.train.checkpoints import Keeper
 from lmtools.train.config import Run, TrainConfig
 from lmtools.train.data import RunData
+from lmtools.train.memory import first_memories
 from lmtools.train.report import Reporter
 from lmtools.train.schedule import learning_rate
 from lmtools.train.signals import StopSignal
@@ -123,23 +124,17 @@ def train(run: Run, data: RunData, state: TrainState, mesh: Mesh, report: Report
 def updates(data: RunData, config: TrainConfig, start: Position, mesh: Mesh) -> Iterator[tuple[Update, list[Batch]]]:
     """The run's updates with this rank's batches, made ahead in the background."""
     multiple = config.mp if config.sequence_parallel else 1
+    eos_index = data.dictionary.eos_index
+
+    def batch_of(epoch: int, ids: BlockIds) -> Batch:
+        blocks = data.train(epoch)
+        if data.streams is not None:
+            return make_stream_batch(blocks.tokens, data.streams(epoch), ids, eos_index=eos_index)
+        return make_batch(blocks.tokens, blocks.spans, ids, eos_index=eos_index, multiple=multiple)
 
     def make() -> Iterator[tuple[Update, list[Batch]]]:
         for update in data.updates(start, config):
-            blocks = data.train(update.epoch)
-            yield (
-                update,
-                [
-                    make_batch(
-                        blocks.tokens,
-                        blocks.spans,
-                        step[mesh.dp_rank],
-                        eos_index=data.dictionary.eos_index,
-                        multiple=multiple,
-                    )
-                    for step in update.micro_steps
-                ],
-            )
+            yield update, [batch_of(update.epoch, step[mesh.dp_rank]) for step in update.micro_steps]
 
     return prefetched(make(), depth=2 if config.num_workers else 0)
 
@@ -170,12 +165,17 @@ def make_update(
     number = state.progress.num_updates + 1
     lr = learning_rate(number + state.progress.schedule_offset, config, epoch=update.epoch)
     state.optimizer.zero_grad(set_to_none=True)
+    if state.progress.position.num_batches == 0:  # of an epoch nothing is remembered in the next one
+        state.memories = first_memories(state.model, config, len(batches[0].tokens), mesh.device)
     loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for index, batch in enumerate(batches):
         # The place in the data, not the update's number: a skipped update must not repeat its dropout.
         place = f"{update.after.epoch}.{update.after.num_batches}"
         seed_batch(mesh.device, seed=config.seed, place=place, batch=index, dp_rank=mesh.dp_rank)
-        loss_sum += forward_backward(state.model, batch, mesh.device, loss_scale=state.scaler.scale)
+        loss, state.memories = forward_backward(
+            state.model, batch, mesh.device, loss_scale=state.scaler.scale, memories=state.memories
+        )
+        loss_sum += loss
 
     # The ranks of a tp group have the same loss: a share of each makes the sum over all ranks right.
     num_tokens = sum(batch.num_tokens for batch in batches)
@@ -185,6 +185,8 @@ def make_update(
         [float(loss_sum) * share, num_tokens * share, bool(stop.received), written, own_seconds], mesh
     )
     num_tokens = round(total_tokens)
+    if not math.isfinite(total_loss):
+        state.memories = None  # it would hand on what is not finite
     stop_signal = (stop.received or signal.SIGTERM) if num_stopped else 0
 
     parameters = list(state.parameters.values())

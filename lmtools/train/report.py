@@ -15,7 +15,7 @@ import torch
 
 from lmtools.errors import LmtoolsError
 from lmtools.evaluate.perplexity import nats_to_bits
-from lmtools.models.architectures import training_flops_per_token
+from lmtools.models.flops import training_flops_per_token
 from lmtools.parallel.mesh import Mesh
 from lmtools.train.config import Run
 from lmtools.train.metrics import open_metrics

@@ -19,6 +19,7 @@ from torch import Tensor
 from lmtools.checkpoints.fairseq import FairseqCheckpoint, open_fairseq
 from lmtools.checkpoints.fairseq_training import FairseqTraining, read_fairseq_training
 from lmtools.checkpoints.training import is_training_checkpoint, load_tensors, read_record, tensor_shapes
+from lmtools.checkpoints.transformer_xl import TransformerXLCheckpoint, open_transformer_xl
 from lmtools.data.batches import Position
 from lmtools.errors import CheckpointError
 from lmtools.parallel.launch import is_restarted
@@ -28,6 +29,7 @@ from lmtools.train.build import build_model, build_optimizer
 from lmtools.train.checkpoints import BEST, LAST
 from lmtools.train.config import Run, TrainConfig
 from lmtools.train.data import RunData
+from lmtools.train.memory import load_memories
 from lmtools.train.optimizer import local_shard
 from lmtools.train.precision import LossScaler, parameter_dtype
 from lmtools.train.state import Progress, TrainState
@@ -53,7 +55,7 @@ class Origin:
         path: the checkpoint.
         vocab_size: rows of the model's embedding.
         saved: what lmtools' checkpoint says of itself.
-        fairseq: fairseq's checkpoint.
+        fairseq: fairseq's checkpoint, or another program's Transformer-XL.
         fairseq_training: what it holds beside the weights.
     """
 
@@ -61,7 +63,7 @@ class Origin:
     path: Path | None
     vocab_size: int
     saved: SavedRun | None = None
-    fairseq: FairseqCheckpoint | None = None
+    fairseq: FairseqCheckpoint | TransformerXLCheckpoint | None = None
     fairseq_training: FairseqTraining | None = None
 
 
@@ -150,6 +152,8 @@ def _from_lmtools(kind: Literal["resumed", "restored", "weights"], path: Path, r
     if saved.dictionary_sha256 != data.dictionary.sha256:
         raise CheckpointError(f"{path}: was trained with another dictionary than {run.train.data}/dict.txt")
     _require_same_model(path, saved.model, run.model)
+    if kind != "weights" and not run.train.reset_dataloader and saved.progress.position.num_batches > 0:
+        _require_same_streams(path, record["train"], run.train)
     return Origin(kind, path, vocab_size, saved=saved)
 
 
@@ -168,6 +172,8 @@ def _state_from_lmtools(run: Run, mesh: Mesh, origin: Origin, path: Path, saved:
         state.resumed_from = path
     elif origin.kind == "restored":
         state.progress = _restored(saved.progress, config)
+    if state.progress.position.num_batches > 0:
+        state.memories = load_memories(path, mesh, dtype=parameter_dtype(config))
     return state
 
 
@@ -215,7 +221,7 @@ def _restored(progress: Progress, config: TrainConfig) -> Progress:
 
 
 def _from_fairseq(kind: Literal["restored", "weights"], path: Path, run: Run, data: RunData) -> Origin:
-    checkpoint = open_fairseq(path)
+    checkpoint = open_transformer_xl(path) or open_fairseq(path)
     _require_same_model(path, asdict(checkpoint.config), run.model)
     vocab_size, num_types = checkpoint.config.vocab_size, len(data.dictionary)
     if vocab_size < num_types:
@@ -225,6 +231,8 @@ def _from_fairseq(kind: Literal["restored", "weights"], path: Path, run: Run, da
         )
     if kind == "weights":
         return Origin(kind, path, vocab_size, fairseq=checkpoint)
+    if isinstance(checkpoint, TransformerXLCheckpoint):
+        raise CheckpointError(f"{path}: only the weights of a Transformer-XL are read; use --finetune-from")
     training = read_fairseq_training(checkpoint, with_moments=not run.train.reset_optimizer)
     if training.moments and run.train.optimizer != "adam":
         raise CheckpointError(f"{path}: holds Adam's state; use --optimizer adam, or --reset-optimizer")
@@ -258,10 +266,39 @@ def _fill(tensor: Tensor, read: ReadSlice, name: str) -> None:
         local_shard(tensor).copy_(read(name, local_slices(tensor, tensor.shape)))
 
 
-def _require_same_model(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """The same parameters, and the same function of them; what is dropped in training may differ."""
+def _require_same_streams(path: Path, saved: Mapping[str, Any], config: TrainConfig) -> None:
+    """Within an epoch, truncated BPTT goes on with the rows that it began with; replicas may divide them otherwise."""
+    if config.task != "truncated_bptt_lm":
+        return
+    rows, saved_rows = (run["batch_size"] * run["dp"] for run in (vars(config), saved))
+    found = {"--batch-size x --dp": saved_rows} | {name: saved[name] for name in _OF_STREAMS}
+    wanted = {"--batch-size x --dp": rows} | {name: getattr(config, name) for name in _OF_STREAMS}
     for name, value in wanted.items():
-        is_free = "dropout" in name or (name == "max_target_positions" and not wanted["decoder_learned_pos"])
-        if saved.get(name) != value and not is_free:
+        if found[name] != value:
+            option = name if name.startswith("--") else f"--{name.replace('_', '-')}"
+            raise CheckpointError(
+                f"{path}: is within an epoch of {option} {found[name]}, this run has {value}; go on with the same, or "
+                "with --restore-file and --reset-dataloader"
+            )
+
+
+_OF_STREAMS = ("tokens_per_sample", "fairseq_compat")
+
+_FREE = frozenset(
+    ("dropatt", "init", "init_std", "init_range", "proj_init_std", "mem_len", "clamp_len", "same_length", "ext_len")
+)
+"""What changes no parameter and may be another in each run."""
+
+
+def _require_same_model(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """The same parameters, and the same function of them; what is dropped in training or remembered may differ."""
+    if saved.keys() != {*wanted, "vocab_size"}:
+        raise CheckpointError(f"{path}: holds a model of another kind than this run's --arch")
+    for name, value in wanted.items():
+        is_free = "dropout" in name or name in _FREE
+        if name == "max_target_positions":
+            is_free = not wanted["decoder_learned_pos"]
+        found = tuple(saved[name]) if isinstance(saved[name], list) else saved[name]
+        if found != value and not is_free:
             option = f"--{name.replace('_', '-')}"
-            raise CheckpointError(f"{path}: {option} is {saved.get(name)!r} in the checkpoint, {value!r} in this run")
+            raise CheckpointError(f"{path}: {option} is {found!r} in the checkpoint, {value!r} in this run")

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lmtools.checkpoints.models import Model
 from lmtools.data.batches import Position
-from lmtools.models.transformer_lm import TransformerLM
 from lmtools.train.config import Run
 from lmtools.train.data import RunData
+from lmtools.train.memory import Memories
 from lmtools.train.optimizer import ShardedOptimizer
 from lmtools.train.precision import LossScaler
 
@@ -49,15 +50,17 @@ class TrainState:
         scaler: loss scale.
         progress: how far the run is.
         resumed_from: the run's own checkpoint that this state is equal to, until it is trained on.
+        memories: what a Transformer-XL remembers of the stream's last step, on this replica's rows.
         parameters: what is trained, by name, tied parameters once. Taken when the state is made, since FSDP puts
             others into the model's modules whenever it has them gathered.
     """
 
-    model: TransformerLM
+    model: Model
     optimizer: ShardedOptimizer
     scaler: LossScaler
     progress: Progress
     resumed_from: Path | None = None
+    memories: Memories = None
     parameters: dict[str, nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -13,39 +13,54 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from lmtools.data.streams import IGNORED
+from lmtools.models.transformer_xl import TransformerXL
 from lmtools.parallel.mesh import Mesh
-from lmtools.train.batch import IGNORED, Batch
+from lmtools.train.batch import Batch
+from lmtools.train.memory import Memories
 from lmtools.train.optimizer import local_grad
 
 
-def loss_sum(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+def loss_sum(
+    model: nn.Module, batch: Batch, device: torch.device, memories: Memories = None
+) -> tuple[Tensor, Memories]:
     """Negative log-likelihood of a batch, in nats, summed over its targets; float32 or wider.
 
     Logits that are split over the vocabulary stay split: call it, and backward on its result, under `loss_parallel`.
 
     Args:
-        model: tokens `(B, T)` to logits `(B, T, V)`.
+        model: tokens `(B, T)` to logits `(B, T, V)`, or a Transformer-XL.
         batch: from `make_batch`.
         device: where the model is.
+        memories: of a Transformer-XL, from the step before.
+
+    Returns:
+        The loss, and the memory for the next step.
     """
-    logits = model(batch.tokens.to(device, non_blocking=True)).flatten(0, 1)
+    tokens, targets = (ids.to(device, non_blocking=True) for ids in (batch.tokens, batch.targets))
+    if isinstance(model, TransformerXL):
+        nll, memories = model(tokens, targets, memories)
+        return nll.sum(), memories
+    logits = model(tokens).flatten(0, 1)
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
-    targets = batch.targets.to(device, non_blocking=True).flatten()
-    return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+    return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORED), None
 
 
-def forward_backward(model: nn.Module, batch: Batch, device: torch.device, *, loss_scale: float) -> Tensor:
+def forward_backward(
+    model: nn.Module, batch: Batch, device: torch.device, *, loss_scale: float, memories: Memories = None
+) -> tuple[Tensor, Memories]:
     """Add a batch's gradients, times `loss_scale`, to those that the parameters have. Every rank must call it.
 
     Returns:
-        The unscaled loss sum in nats, float64 scalar on the model's device, the same on all tp ranks.
+        The unscaled loss sum in nats, float64 scalar on the model's device, the same on all tp ranks; and the memory
+        for the next step, without gradient.
     """
     with loss_parallel():
-        loss = loss_sum(model, batch, device)
+        loss, memories = loss_sum(model, batch, device, memories)
         (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
     value = loss.detach()
-    return (value.full_tensor() if isinstance(value, DTensor) else value).double()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).double(), memories
 
 
 def sum_gradients_over_dp(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from lmtools.data.batches import deal_out
+from lmtools.data.streams import IGNORED
 from lmtools.evaluate.perplexity import nats_to_bits, perplexity_of_bits
 from lmtools.parallel.mesh import Mesh
-from lmtools.train.batch import make_batch
+from lmtools.train.batch import Batch, make_batch, make_stream_batch
 from lmtools.train.config import TrainConfig
-from lmtools.train.data import Blocks, validation_batches
+from lmtools.train.data import Blocks, cut_blocks_into_streams, validation_batches
+from lmtools.train.memory import Memories, first_memories
 from lmtools.train.step import loss_sum, sum_over_ranks
 
 
@@ -60,13 +63,14 @@ def validate(model: nn.Module, blocks: Blocks, config: TrainConfig, mesh: Mesh, 
     model.eval()
     total_nats = 0.0
     num_tokens = 0
-    multiple = config.mp if config.sequence_parallel else 1
-    for step in deal_out(validation_batches(blocks, config), mesh.dp_size):
-        batch = make_batch(blocks.tokens, blocks.spans, step[mesh.dp_rank], eos_index=eos_index, multiple=multiple)
+    memories: Memories = None  # of this split alone
+    for number, batch in enumerate(_batches(blocks, config, mesh, eos_index)):
+        if number == 0:
+            memories = first_memories(model, config, len(batch.tokens), mesh.device)
         with loss_parallel():
-            loss = loss_sum(model, batch, mesh.device)
+            loss, memories = loss_sum(model, batch, mesh.device, memories)
         total_nats += float((loss.full_tensor() if isinstance(loss, DTensor) else loss).double())
-        num_tokens += batch.num_tokens
+        num_tokens += int((batch.targets != IGNORED).sum())
     model.train()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -75,6 +79,21 @@ def validate(model: nn.Module, blocks: Blocks, config: TrainConfig, mesh: Mesh, 
     # The ranks of a tp group hold the same sums; dividing by their number counts them once.
     nats, tokens = summed_nats / mesh.tp_size, round(summed_tokens / mesh.tp_size)
     return Validation(blocks.name, nats, tokens, blocks.original.tokens if blocks.original is not None else None)
+
+
+def _batches(blocks: Blocks, config: TrainConfig, mesh: Mesh, eos_index: int) -> Iterator[Batch]:
+    """This rank's, as many as every other rank's."""
+    if config.task == "truncated_bptt_lm":
+        streams = cut_blocks_into_streams(blocks, config, config.batch_size_valid or config.batch_size)
+        num_rows = streams.num_rows // mesh.dp_size
+        rows = slice(mesh.dp_rank * num_rows, (mesh.dp_rank + 1) * num_rows)
+        for step in range(streams.num_steps):
+            yield make_stream_batch(blocks.tokens, streams, streams.chunk_ids(step, rows), eos_index=eos_index)
+        return
+    multiple = config.mp if config.sequence_parallel else 1
+    for step_ids in deal_out(validation_batches(blocks, config), mesh.dp_size):
+        ids = step_ids[mesh.dp_rank]
+        yield make_batch(blocks.tokens, blocks.spans, ids, eos_index=eos_index, multiple=multiple)
 
 
 def _perplexity(bits: float) -> float:

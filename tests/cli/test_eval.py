@@ -352,7 +352,6 @@ def test_data_that_cannot_be_scored(lmtools, golden, data, tmp_path, case):
     [
         ("absent", "absent: no such checkpoint"),
         ("plain", "plain: holds 2 checkpoints; name one of checkpoint_init.pt, model.pt"),
-        ("txl/checkpoint_last.pt", "expected a fairseq transformer_lm"),
         ("train.txt", "not a file of torch.save"),
     ],
 )

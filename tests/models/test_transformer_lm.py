@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lmtools.checkpoints.models import new_model
 from lmtools.models.architectures import ARCHITECTURES, TransformerLMConfig, transformer_lm, transformer_lm_megatron_11b
 from lmtools.models.transformer_lm import (
     PAD_INDEX,
@@ -50,8 +51,8 @@ def test_megatron_11b_has_its_published_size():
 
 def test_presets_build():
     with torch.device("meta"):
-        for preset in ARCHITECTURES.values():
-            TransformerLM(preset(vocab_size=100, decoder_layers=1))
+        for name, preset in ARCHITECTURES.items():
+            new_model(preset(vocab_size=100, **{"n_layer" if name == "transformer_xl" else "decoder_layers": 1}))
 
 
 def test_sinusoidal_positions_are_the_formula():

@@ -70,7 +70,7 @@ def change_config(folder: Path, **changes: object) -> None:
 
 
 REFUSED = {
-    "another model": ({"model_type": "llama"}, "model_type is 'llama', lmtools loads xglm and gpt2"),
+    "another model": ({"model_type": "llama"}, "model_type is 'llama', lmtools loads xglm, gpt2 and transfo-xl"),
     "no layer": ({"n_layer": 0}, "has decoder_layers=0"),
     "a text for a number": ({"n_embd": "24"}, "has decoder_embed_dim='24'"),
     "no vocabulary": ({"vocab_size": None}, "has vocab_size=None"),

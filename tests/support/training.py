@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lmtools.checkpoints.models import initializer, model_config, new_model
 from lmtools.data.batches import Position
-from lmtools.models.architectures import TransformerLMConfig
-from lmtools.models.transformer_lm import TransformerLM, initialize_parameter
 from lmtools.parallel.mesh import Mesh, make_mesh
 from lmtools.parallel.parallelize import ReadSlice, seeded_values
 from lmtools.train.build import build_model, build_optimizer
-from lmtools.train.config import Run, resolve
+from lmtools.train.config import MODEL_FIELDS, Run, resolve
 from lmtools.train.data import RunData, open_data
 from lmtools.train.loop import UpdateResult, make_update, train, updates
 from lmtools.train.metrics import METRICS_NAME, read_metrics
@@ -53,9 +52,24 @@ TINY: dict[str, Any] = {
 """83 batches of 4 blocks an epoch; 144 types. Not validated; with the subset `valid`, 3 batches."""
 
 
+SHAPE_OF_XL: dict[str, Any] = {
+    "arch": "transformer_xl",
+    "task": "truncated_bptt_lm",
+    "n_layer": 2,
+    "d_model": 16,
+    "n_head": 2,
+    "d_head": 6,
+    "d_inner": 24,
+    "cutoffs": (40, 80),
+    "mem_len": 16,
+}
+TINY_XL = {name: value for name, value in TINY.items() if name not in MODEL_FIELDS} | SHAPE_OF_XL
+"""As `TINY`: 83 steps of 4 streams an epoch."""
+
+
 def tiny_run(**flags: Any) -> Run:
-    """`TINY` with some fields changed."""
-    return resolve(None, TINY | flags)
+    """`TINY`, or with `arch` transformer_xl `TINY_XL`, with some fields changed."""
+    return resolve(None, (TINY_XL if flags.get("arch") == "transformer_xl" else TINY) | flags)
 
 
 def cpu_mesh(run: Run) -> Mesh:
@@ -73,12 +87,14 @@ def state_of_noise(run: Run, mesh: Mesh, *, vocab_size: int, dtype: torch.dtype)
 def noise(run: Run, vocab_size: int) -> ReadSlice:
     """Initial values that are the same on any mesh, with noise on every one of them."""
 
+    config = model_config(run.model, vocab_size)
+
     def fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        initialize_parameter(name, tensor, generator)
+        initializer(config)(name, tensor, generator)
         tensor.add_(torch.empty_like(tensor).normal_(0, 0.1, generator=generator))
 
     with torch.device("meta"):
-        model = TransformerLM(TransformerLMConfig(vocab_size=vocab_size, **run.model))
+        model = new_model(config)
     return seeded_values(model, fill, seed=3)
 
 

@@ -171,7 +171,9 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
 
 HINTS = typing.get_type_hints(TransformerLMConfig) | typing.get_type_hints(TrainConfig)
 SENSIBLE = {
-    "arch": st.sampled_from(sorted(ARCHITECTURES)),
+    "arch": st.sampled_from(sorted(ARCHITECTURES.keys() - {"transformer_xl"})),
+    "task": st.just("language_modeling"),
+    "fairseq_compat": st.just(False),
     "mp": st.just(1),
     "tokens_per_sample": st.integers(1, 1024),
     "max_target_positions": st.integers(1024, 10**6),
@@ -187,7 +189,7 @@ FLAGS = st.fixed_dictionaries(
     | {"max_update": st.integers(1, 10**6), "decoder_embed_dim": SENSIBLE["decoder_embed_dim"]},
     optional={
         name: SENSIBLE.get(name, values_of(HINTS[name]))
-        for name in (*TRAIN_FIELDS, *MODEL_FIELDS)
+        for name in HINTS.keys() - {"vocab_size"}
         if name not in ("decoder_attention_heads", "decoder_embed_dim", "batch_size", "max_update")
     },
 )

@@ -1,0 +1,146 @@
+"""`lmtools eval --task truncated_bptt_lm`: a split read as streams, by a model that remembers."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmtools.cli.eval_output import bar_of_rank_0, original_counts, show, write, write_scores
+from lmtools.cli.options import Device, DType
+from lmtools.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from lmtools.checkpoints.load import Checkpoint
+    from lmtools.checkpoints.training_read import TrainingCheckpoint
+    from lmtools.checkpoints.transformer_xl import TransformerXLCheckpoint
+
+
+def evaluate_streams(
+    data: Path,
+    path: Path,
+    subsets: list[str],
+    overrides: Mapping[str, Any],
+    *,
+    tokens_per_sample: int | None,
+    batch_size: int,
+    fairseq_compat: bool,
+    mp: int,
+    dp: int,
+    dtype: DType,
+    device: Device | None,
+    output: Path | None,
+    scores: Path | None,
+    orig_tokens: int | None,
+    orig_bytes: int | None,
+    as_json: bool,
+) -> None:
+    """Score each split once and report the perplexity with all its counts.
+
+    Args are options of `lmtools eval`; `overrides` are the fields of the model that were given: mem_len, clamp_len,
+    same_length.
+    """
+    import torch
+
+    from lmtools.checkpoints.load import load_model, open_checkpoint, require_dictionary_fits, require_divisible
+    from lmtools.data.dictionary import Dictionary
+    from lmtools.data.streams import cut_streams
+    from lmtools.evaluate.result import checkpoint_hashes, result_of
+    from lmtools.evaluate.splits import open_split
+    from lmtools.evaluate.streams import score_streams, scored_part
+    from lmtools.models.transformer_xl import TransformerXL
+    from lmtools.parallel.launch import is_worker, run_workers
+    from lmtools.parallel.mesh import open_mesh
+
+    # Everything that can be refused is refused here, before a worker starts or a weight is read.
+    checkpoint = _with_overrides(open_checkpoint(path), overrides)
+    require_divisible(checkpoint, mp)
+    tokens_per_sample = tokens_per_sample or checkpoint.tokens_per_sample
+    if tokens_per_sample is None:
+        raise ConfigError("--tokens-per-sample: give the length of a chunk, this checkpoint does not say")
+    dictionary = Dictionary.load(data / "dict.txt")
+    require_dictionary_fits(checkpoint, len(dictionary), data / "dict.txt")
+    whole = [
+        open_split(
+            data,
+            name,
+            dictionary,
+            tokens_per_sample=tokens_per_sample,
+            context_window=0,
+            break_mode="none",
+            skip_too_long=False,
+        )
+        for name in subsets
+    ]
+    streams = [
+        cut_streams(
+            split.tokens_in_split,
+            num_rows=batch_size * dp,
+            chunk_len=tokens_per_sample,
+            fairseq_compat=fairseq_compat,
+        )
+        for split in whole
+    ]
+    for split, cut in zip(whole, streams, strict=True):
+        if cut.num_targets == 0:
+            raise DataError(f"{split.prefix}: {split.tokens_in_split} tokens are too few for fairseq to score any")
+
+    if mp * dp > 1 and not is_worker():
+        run_workers(sys.argv[1:], num_workers=mp * dp)
+        return
+
+    splits = [scored_part(split, cut) for split, cut in zip(whole, streams, strict=True)]
+    with open_mesh(dp=dp, tp=mp, device=device.value if device else None) as mesh:
+        with bar_of_rank_0(mesh, "load model", None, "bytes") as advance:
+            model = load_model(checkpoint, mesh, getattr(torch, dtype.value), progress=advance)
+            assert isinstance(model, TransformerXL)
+            hashes = checkpoint_hashes(checkpoint.paths, mesh, progress=advance)
+        scored = []
+        for split, cut in zip(whole, streams, strict=True):
+            with bar_of_rank_0(mesh, f"eval {split.name}", cut.num_targets, "tokens") as advance:
+                scored.append(score_streams(model, split, cut, mesh, progress=advance))
+    if mesh.rank != 0:
+        return
+
+    settings: dict[str, Any] = {
+        "task": "truncated_bptt_lm",
+        "counting": "fairseq" if fairseq_compat else "every token",
+        "tokens_per_sample": tokens_per_sample,
+        "mem_len": model.config.mem_len,
+        "clamp_len": model.config.clamp_len,
+        "same_length": model.config.same_length,
+        "batch_size": batch_size,
+        "mp": mp,
+        "dp": dp,
+        "dtype": dtype.value,
+        "device": str(mesh.device),
+        "path": str(path),
+        "data": str(data),
+        "num_parts": checkpoint.num_parts,
+        "model": dataclasses.asdict(model.config),
+        "checkpoint_sha256": hashes,
+    }
+    settings["scores"] = write_scores(scores, splits[0], scored[0].log_probs) if scores is not None else None
+    results = []
+    for split, outcome in zip(splits, scored, strict=True):
+        original, source = original_counts(split, orig_tokens, orig_bytes)
+        results.append(result_of(split, outcome, settings=settings, original=original, original_from=source))
+    document = results[0] if len(results) == 1 else {"results": results}
+    write(document, output)
+    show(document, results, as_json=as_json)
+
+
+def _with_overrides(
+    checkpoint: Checkpoint, overrides: Mapping[str, Any]
+) -> TrainingCheckpoint | TransformerXLCheckpoint:
+    """The checkpoint, as one of a model with some options changed that change no parameter."""
+    from lmtools.checkpoints.fairseq import FairseqCheckpoint
+    from lmtools.models.architectures import TransformerXLConfig
+
+    if isinstance(checkpoint, FairseqCheckpoint) or not isinstance(checkpoint.config, TransformerXLConfig):
+        raise ConfigError(
+            f"{checkpoint.paths[0]}: holds a plain transformer, which has no memory; use --task language_modeling"
+        )
+    return dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, **overrides))

@@ -1,0 +1,74 @@
+"""`lmtools eval --task truncated_bptt_lm` as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def txl(golden: Path) -> list[object]:
+    command = ["eval", golden / "bin", "--path", golden / "txl" / "checkpoint_last.pt"]
+    return [*command, "--task", "truncated_bptt_lm", "--device", "cpu"]
+
+
+def test_the_result_says_which_rule_was_used_and_how_many_tokens(lmtools, txl, golden, tmp_path):
+    ran = lmtools(*txl, "--fairseq-compat", "--json", "--output", tmp_path / "r.json", "--scores", tmp_path / "s.npy")
+    assert ran.code == 0, ran.err
+    result = json.loads(ran.out)
+    assert result == json.loads((tmp_path / "r.json").read_text())
+    published = json.loads((golden / "txl" / "eval" / "mem16_t16.json").read_text())
+    assert result["loss_base2"] == pytest.approx(published["loss_base2"], rel=1e-5)
+    assert (result["task"], result["counting"]) == ("truncated_bptt_lm", "fairseq")
+    assert (result["tokens_scored"], result["tokens_in_split"], result["tokens_skipped"]) == (4860, 5184, 324)
+    assert (result["tokens_per_sample"], result["mem_len"], result["batch_size"]) == (16, 16, 1)
+    scores = np.load(tmp_path / "s.npy")
+    assert np.isnan(scores).sum() == 324
+    assert result["total_nats"] == -float(np.nansum(scores, dtype=np.float64))
+
+
+def test_by_default_every_token_is_scored(lmtools, txl):
+    ran = lmtools(*txl, "--mem-len", 32, "--clamp-len", 20, "--same-length", "--tokens-per-sample", 8, "--json")
+    result = json.loads(ran.out)
+    assert (result["counting"], result["tokens_scored"], result["tokens_skipped"]) == ("every token", 5184, 0)
+    assert (result["mem_len"], result["clamp_len"], result["same_length"]) == (32, 20, True)
+    assert result["model"]["mem_len"] == 32
+
+
+def test_the_summary_says_what_fairseq_leaves_out(lmtools, txl):
+    out = lmtools(*txl, "--fairseq-compat").out
+    assert "over 4,860 tokens (chunks of 16, memory 16, float32)" in out
+    assert "NOT scored: 324 of 5,184 tokens, as in fairseq: the first of each chunk, and the tail" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context-window", 8], "--context-window: a stream is read in order"),
+        (["--sample-break-mode", "eos"], "--sample-break-mode: a stream"),
+        (["--max-tokens", 100], "--max-tokens: a stream"),
+        (["--add-bos-token"], "--add-bos-token: a stream"),
+        (["--mem-len", 0, "--same-length"], "--same-length: attends to the last --mem-len positions"),
+        (["--batch-size", 400, "--fairseq-compat"], "5184 tokens are too few for fairseq to score any"),
+        (["--mp", 4], "--mp 4: does not divide the model's 2 attention heads"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(lmtools, txl, arguments, message):
+    ran = lmtools(*txl, *arguments)
+    assert ran.code in (1, 2)
+    assert message in ran.err
+
+
+def test_each_task_names_the_other(lmtools, golden):
+    data = golden / "bin"
+    ran = lmtools("eval", data, "--path", golden / "txl" / "checkpoint_last.pt")
+    assert "holds a Transformer-XL; use --task truncated_bptt_lm" in ran.err
+    ran = lmtools("eval", data, "--path", golden / "mp4", "--task", "truncated_bptt_lm")
+    assert "holds a plain transformer, which has no memory; use --task language_modeling" in ran.err
+    ran = lmtools("eval", data, "--path", golden / "mp4", "--mem-len", 0)
+    assert "--mem-len: is of --task truncated_bptt_lm" in ran.err
+    ran = lmtools("eval", data, "--path", golden / "mp4", "--fairseq-compat")
+    assert "--fairseq-compat: is of --task truncated_bptt_lm" in ran.err
