@@ -180,7 +180,7 @@ def assert_updates_are_fairseqs(folder: Path, data: Path, monkeypatch, **flags: 
     expected = [update["micro"][0]["loss_sum"] for update in recorded]
     np.testing.assert_allclose([result.loss_sum for result in results][:20], expected[:20], rtol=1e-5)
     np.testing.assert_allclose([result.loss_sum for result in results], expected, rtol=2e-3)
-    np.testing.assert_allclose(results[0].gradient_norm, recorded[0]["gnorm"], rtol=1e-5)
+    np.testing.assert_allclose(results[0].gradient_norm, recorded[0]["gnorm"], rtol=3e-5)  # measured 1e-5
 
 
 OWN = {"d_model": 24, "d_inner": 48, "n_head": 2, "d_head": 12, "mem_len": 16, "div_val": 2}
