@@ -100,7 +100,7 @@ def kept_for_backward(flags: dict[str, Any]) -> int:
     there = [local(parameter.detach()) for parameter in state.model.parameters()]
     inputs = batch()
     with LiveMemory(except_for=there) as memory, loss_parallel():
-        loss = loss_sum(state.model, inputs, mesh.device)
+        loss, _ = loss_sum(state.model, inputs, mesh.device)
         kept = memory.now
     del loss
     return kept
@@ -127,7 +127,7 @@ def test_activations_are_within_a_percent_of_those_of_a_real_model(flags):
     state = state_of_noise(run, mesh, vocab_size=VOCAB_SIZE, dtype=parameter_dtype(run.train))
     inputs = batch(run.train.tokens_per_sample)
     with LiveMemory(except_for=state.model.parameters()) as memory:
-        loss = loss_sum(state.model, inputs, mesh.device)
+        loss, _ = loss_sum(state.model, inputs, mesh.device)
         kept = memory.now
     assert loss.isfinite()
     model = TransformerLMConfig(vocab_size=VOCAB_SIZE, **run.model)

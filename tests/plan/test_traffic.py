@@ -54,7 +54,7 @@ def collectives_of_a_batch(flags: dict[str, Any], num_dims: int) -> tuple[dict[s
     state = state_of_noise(run, mesh, vocab_size=144, dtype=torch.float32)
     tokens = torch.full((4, 32), 5)
     with Collectives(num_dims) as seen, loss_parallel():
-        loss_sum(state.model, Batch(None, tokens, tokens, 128), mesh.device).backward()  # type: ignore[arg-type, no-untyped-call]
+        loss_sum(state.model, Batch(None, tokens, tokens, 128), mesh.device)[0].backward()  # type: ignore[arg-type, no-untyped-call]
     return dict(seen.counts), dict(seen.elements)
 
 

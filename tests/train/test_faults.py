@@ -32,7 +32,7 @@ def spoil_update(number: int, *, rank: int, spoil: Callable[[torch.nn.Module], f
     forward_backward = loop.forward_backward
 
     def spoiled(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        loss = forward_backward(model, *args, **kwargs)
+        loss, memories = forward_backward(model, *args, **kwargs)
         return loss + spoil(model) if next(calls) == number else loss
 
     loop.forward_backward = spoiled
