@@ -33,7 +33,7 @@ def spoil_update(number: int, *, rank: int, spoil: Callable[[torch.nn.Module], f
 
     def spoiled(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         loss, memories = forward_backward(model, *args, **kwargs)
-        return loss + spoil(model) if next(calls) == number else loss
+        return (loss + spoil(model) if next(calls) == number else loss), memories
 
     loop.forward_backward = spoiled
 
