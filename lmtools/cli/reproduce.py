@@ -21,7 +21,7 @@ Value = int | float | str
 
 
 def reproduce(
-    recipe: Annotated[str, typer.Argument(help="megatron-11b, or a recipe of your own: FILE.toml.")],
+    recipe: Annotated[str, typer.Argument(help="megatron-11b, transformer-xl, or a recipe of your own: FILE.toml.")],
     workdir: Annotated[
         Path | None, typer.Option("--workdir", help="Folder for all that is made; the recipe's name if not given.")
     ] = None,

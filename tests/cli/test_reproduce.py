@@ -42,6 +42,20 @@ def test_whole_recipe_on_any_text(lmtools, golden, tmp_path):
     assert by_name["test: perplexity per original token"] == pytest.approx(per_word)
 
 
+def test_transformer_xl_from_a_checkpoint(lmtools, golden, tmp_path):
+    """fairseq's own small one, on its own text: the perplexity that fairseq found, over as many tokens."""
+    command = ["reproduce", "transformer-xl", "--workdir", tmp_path, "--raw", golden / "test.txt"]
+    command += ["--checkpoint", golden / "txl" / "checkpoint_last.pt", "--srcdict", golden / "bin" / "dict.txt"]
+    shape = {"mem_len": 32, "clamp_len": 20, "tokens_per_sample": 8}
+    ran = lmtools(*command, *(f"--set={name}={value}" for name, value in shape.items()), "--json")
+    assert ran.code == 0, ran.err
+    published = json.loads((golden / "txl" / "eval" / "mem32_t8_clamp20_same.json").read_text())
+    obtained = {row["what"]: row["obtained"] for row in json.loads(ran.out)["results"]}
+    assert obtained["test: perplexity, as fairseq counts"] == pytest.approx(published["perplexity"], rel=1e-5)
+    assert obtained["test: scored tokens, as fairseq counts"] == published["count"]
+    assert obtained["test: scored tokens"] == 5184
+
+
 RECIPE = """
 description = "Two texts"
 splits = ["a", "b"]
