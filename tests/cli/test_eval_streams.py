@@ -72,3 +72,21 @@ def test_each_task_names_the_other(lmtools, golden):
     assert "--mem-len: is of --task truncated_bptt_lm" in ran.err
     ran = lmtools("eval", data, "--path", golden / "mp4", "--fairseq-compat")
     assert "--fairseq-compat: is of --task truncated_bptt_lm" in ran.err
+
+
+def test_what_was_trained_here_has_the_loss_that_it_was_validated_with(lmtools, golden, tmp_path):
+    model = {"--n-layer": 2, "--d-model": 16, "--n-head": 2, "--d-head": 8, "--d-inner": 32, "--mem-len": 12}
+    model |= {"--cutoffs": "40,80", "--tokens-per-sample": 16, "--batch-size": 8, "--max-update": 3, "--lr": 0.01}
+    flags = [word for option in model.items() for word in option]
+    task = ["--task", "truncated_bptt_lm", "--device", "cpu"]
+    ran = lmtools(
+        *("train", golden / "bin", *task, "--arch", "transformer_xl", *flags),
+        *("--save-dir", tmp_path, "--log-format", "none"),
+    )
+    assert ran.code == 0, ran.err
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    [validated] = [line["loss_base2"] for line in lines if line["kind"] == "valid"]
+    command = ["eval", golden / "bin", "--path", tmp_path / "checkpoint_last", *task, "--gen-subset", "valid"]
+    result = json.loads(lmtools(*command, "--batch-size", 8, "--json").out)
+    assert (result["mem_len"], result["tokens_per_sample"]) == (12, 16)
+    assert result["loss_base2"] == pytest.approx(validated, rel=1e-6)
