@@ -130,6 +130,6 @@ def test_without_a_dictionary_it_says_what_is_missing(lmtools, tmp_path):
 
 
 def test_other_formats_have_no_tokenizer(lmtools, tmp_path):
-    ran = lmtools("reshard", GOLDEN / "mp4", tmp_path / "x", "--format", "fairseq", "--dict", GOLDEN / "bin")
+    ran = lmtools("reshard", GOLDEN / "mp4", tmp_path / "x", "--format", "fairseq", "--bpe", "gpt2")
     assert (ran.code, ran.err.count("\n")) == (2, 1)
     assert "--format fairseq has no tokenizer" in ran.err
