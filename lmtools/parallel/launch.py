@@ -209,7 +209,12 @@ def process_group(device_type: str, *, timeout: timedelta = timedelta(minutes=30
         yield device
         return
     # Counts and other host data are reduced over gloo, whatever the device.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=timeout)
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    # Elastic keeps one store through all its restarts. Without keys of its own an attempt would find the addresses of
+    # the one before, where nobody listens any more.
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    attempt = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=world_size, timeout=timeout)
     yield device
     dist.destroy_process_group()
 
