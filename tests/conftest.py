@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How long an example may take says more about the machine than about the code.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+from tests.support.processes import MARKER, kill_processes_with  # noqa: E402 - after the threads are set
+from tests.support.ranks import processes_with_torch  # noqa: E402
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -45,3 +50,13 @@ def shared_golden() -> Path:
 def shared_data() -> Path:
     """WikiText itself, beside the checkout."""
     return _shared("data")
+
+
+@pytest.fixture
+def marker(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A value that every process of the test has in its environment; whoever is left at the end is killed."""
+    processes_with_torch()  # the server of other tests shall not have it
+    value = uuid.uuid4().hex
+    monkeypatch.setenv(MARKER, value)
+    yield value
+    kill_processes_with(value)

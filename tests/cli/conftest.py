@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from lmtools.cli import main
-from tests.support.commands import MARKER, processes_with
-from tests.support.ranks import processes_with_torch
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -56,14 +51,3 @@ def start_lmtools() -> Callable[..., subprocess.Popen[bytes]]:
         return subprocess.Popen(command, start_new_session=True, cwd=REPOSITORY, **{**pipes, **options})  # type: ignore[call-overload, no-any-return]
 
     return start
-
-
-@pytest.fixture
-def marker(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A value that every process of the test has in its environment; whoever is left at the end is killed."""
-    processes_with_torch()  # the server of other tests shall not have it
-    value = uuid.uuid4().hex
-    monkeypatch.setenv(MARKER, value)
-    yield value
-    for pid, _ in processes_with(value):
-        os.kill(pid, signal.SIGKILL)

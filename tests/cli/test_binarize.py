@@ -6,7 +6,6 @@ import json
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ import pytest
 from lmtools.cli import main
 from lmtools.data.dictionary import Dictionary
 from lmtools.data.indexed import IndexedDataset
+from tests.support.processes import alive, descendants, wait_until
 
 
 class Ran(NamedTuple):
@@ -212,14 +212,14 @@ def test_killed_in_the_middle_nothing_looks_complete_and_no_worker_stays(texts: 
             stream.write("a b c\n" * 50_000)
     command = ("--testpref", texts / "large.txt", "--srcdict", texts / "dict.txt", "--destdir", texts / "bin")
     process = start(*command, "--workers", 2)
-    parts = wait_for(lambda: list((texts / "bin").glob(".binarize.*/test.*.bin")))
-    workers = children(process.pid)
+    parts = wait_until(lambda: list((texts / "bin").glob(".binarize.*/test.*.bin")))
+    workers = descendants(process.pid)
     process.kill()
     process.communicate()
     assert parts
     assert visible(texts / "bin") == []
     assert len(workers) >= 2
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    wait_until(lambda: not any(alive(pid) for pid in workers))
 
 
 def test_two_at_once_leave_the_whole_work_of_one(texts: Path) -> None:
@@ -240,24 +240,3 @@ def test_two_at_once_leave_the_whole_work_of_one(texts: Path) -> None:
     assert visible(texts / "bin") == [
         *("dict.txt", "test.bin", "test.idx", "test.meta.json", "train.bin", "train.idx", "train.meta.json")
     ]
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> object:
-    end = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.01)
-    return result
-
-
-def children(pid: int) -> list[int]:
-    """Every process that has come from this one."""
-    found: list[int] = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(path.read_text().rsplit(")", 1)[1].split()[1])
-        except (OSError, IndexError):  # it has just ended
-            continue
-        if parent == pid:
-            found += [int(path.parent.name), *children(int(path.parent.name))]
-    return found

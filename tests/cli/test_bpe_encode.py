@@ -7,13 +7,13 @@ import os
 import resource
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Lmtools
+from tests.support.processes import group_members, wait_until
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
@@ -135,29 +135,9 @@ def long_text(tmp_path: Path) -> Path:
     return path
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def is_encoding(output: Path) -> bool:
     """Whether workers have written something, which is long before the text's end."""
     return any(part.stat().st_size > 0 for part in output.parent.glob(".ids.*.tmp/*"))
-
-
-def group_members(group: int) -> list[int]:
-    """The processes of a group that still live."""
-    members = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = status.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[2]) == group and fields[0] != "Z":
-            members.append(int(status.parent.name))
-    return members
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from lmtools.evaluate.journal import ScoreJournal
-from tests.support.commands import Running, processes_with, start_command, wait_until
+from tests.support.commands import Running, start_command
+from tests.support.processes import processes_with, wait_until
 
 OF_THE_RUN = ("seconds", "tokens_per_second", "tokens_resumed")
 """What two runs of one evaluation may say differently."""
@@ -167,7 +168,7 @@ def test_a_killed_rank_ends_all_in_time_and_its_run_is_resumed_on_fewer(
 ):
     running = start("--output", result, "--mp", 2)
     wait_until(lambda: has_scored(journal, 100), seconds=120)
-    [victim] = [pid for pid, environment in processes_with(marker) if environment.get("RANK") == "1"]
+    [victim] = [process.pid for process in processes_with(marker) if process.environment.get("RANK") == "1"]
     os.kill(victim, signal.SIGKILL)
     assert running.result(10) == (1, "", "lmtools: rank 1 was killed by SIGKILL (out of memory?)\n")
     assert processes_with(marker) == []

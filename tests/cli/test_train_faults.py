@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.support.agents import run_on_two_agents
-from tests.support.commands import Running, processes_with, start_command, wait_until
+from tests.support.commands import Running, start_command
+from tests.support.processes import processes_with
 
 MODEL = ["--decoder-layers", 1, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 32]
 MODEL += ["--decoder-attention-heads", 4, "--arch", "transformer_lm_megatron"]
@@ -64,7 +65,7 @@ def test_a_signal_saves_then_ends_and_the_same_command_goes_on(
     start: Start, folder: Path, marker: str, number, exit_code, mp
 ):
     running = start("--mp", mp, *ENDLESS)
-    wait_until(lambda: len(updates(folder)) > 5, seconds=120, of=running)
+    running.wait_until(lambda: len(updates(folder)) > 5)
     os.kill(running.pid, number)
     ended, out, errors = running.result(60)
     assert (ended, out) == (exit_code, ""), errors
@@ -79,7 +80,7 @@ def test_a_signal_saves_then_ends_and_the_same_command_goes_on(
 
 def test_ctrl_c_on_a_terminal_reaches_all_processes_and_saves_once(start: Start, folder: Path, marker: str):
     running = start("--mp", 2, *ENDLESS)
-    wait_until(lambda: len(updates(folder)) > 5, seconds=120, of=running)
+    running.wait_until(lambda: len(updates(folder)) > 5)
     os.killpg(running.pid, signal.SIGINT)
     assert running.result(60)[0] == 130
     assert processes_with(marker) == []
@@ -90,12 +91,12 @@ def test_ctrl_c_on_a_terminal_reaches_all_processes_and_saves_once(start: Start,
 
 
 def rank_1(marker: str) -> list[int]:
-    return [pid for pid, environment in processes_with(marker) if environment.get("RANK") == "1"]
+    return [process.pid for process in processes_with(marker) if process.environment.get("RANK") == "1"]
 
 
 def test_a_killed_rank_ends_all_in_time(start: Start, folder: Path, marker: str):
     running = start("--mp", 2, "--save-interval-updates", 4, *ENDLESS)
-    wait_until(lambda: (folder / "checkpoint_last").exists(), seconds=120, of=running)
+    running.wait_until(lambda: (folder / "checkpoint_last").exists())
     os.kill(rank_1(marker)[0], signal.SIGKILL)
     assert running.result(10) == (1, "", "lmtools: rank 1 was killed by SIGKILL (out of memory?)\n")
     assert processes_with(marker) == []
@@ -104,7 +105,7 @@ def test_a_killed_rank_ends_all_in_time(start: Start, folder: Path, marker: str)
 
 def test_restarts_go_on_from_the_last_checkpoint(start: Start, folder: Path, marker: str):
     running = start("--mp", 2, "--restarts", 1, "--save-interval-updates", 4, "--max-update", 40)
-    wait_until(lambda: (folder / "checkpoint_last").exists(), seconds=120, of=running)
+    running.wait_until(lambda: (folder / "checkpoint_last").exists())
     os.kill(rank_1(marker)[0], signal.SIGKILL)
     exit_code, _, errors = running.result(120)
     assert exit_code == 0, errors

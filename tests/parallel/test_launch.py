@@ -12,8 +12,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,10 +24,10 @@ import torch.distributed as dist
 
 from lmtools.errors import ConfigError, WorkerError
 from lmtools.parallel.launch import is_worker, prefix_of_rank, process_group, run_workers, worker
+from tests.support.processes import all_processes, look_at, processes_with, wait_until
 from tests.support.ranks import processes_with_torch
 
 FATES = Path(__file__).parent.parent / "support" / "fates.py"
-MARKER = "LMTOOLS_TEST_MARKER"
 
 WRITE_ENVIRONMENT = """
 import json, os, pathlib, sys
@@ -38,36 +36,10 @@ pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps([dict(os.env
 
 
 @pytest.fixture
-def marker(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A value that every worker of the test has in its environment; whoever is left at the end is killed."""
-    processes_with_torch()  # the server of other tests shall not have it
-    value = uuid.uuid4().hex
-    monkeypatch.setenv(MARKER, value)
+def marker(marker: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Commands of this file have it, and as many threads as they choose."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    yield value
-    for pid in processes_with(value):
-        os.kill(pid, signal.SIGKILL)
-
-
-def processes_with(marker: str) -> list[int]:
-    """Living processes, other than this one, that were started with the marker in their environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARKER}={marker}".encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:  # gone meanwhile, or another user's
-            continue
-    return [pid for pid in found if pid != os.getpid()]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> float:
-    """Seconds until the condition held; fails when it takes too long."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < seconds, "waited too long"
-        time.sleep(0.05)
-    return time.monotonic() - start
+    return marker
 
 
 @dataclass(frozen=True)
@@ -128,16 +100,11 @@ def _be_the_command(arguments: Sequence[str], environment: dict[str, str], outpu
 
 def workers_of(command: Command) -> dict[int, int]:
     """Process id of each rank."""
-    workers = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            environment = dict(each.partition(b"=")[::2] for each in (folder / "environ").read_bytes().split(b"\0"))
-        except OSError:
-            continue
-        if parent == command.pid and b"RANK" in environment:
-            workers[int(environment[b"RANK"])] = int(folder.name)
-    return workers
+    return {
+        int(process.environment["RANK"]): process.pid
+        for process in all_processes()
+        if process.parent == command.pid and "RANK" in process.environment
+    }
 
 
 # --- what a worker sees ---
@@ -284,13 +251,7 @@ def test_ctrl_c_leaves_no_process_and_no_noise(start: Start, to_the_whole_group:
 def test_two_runs_at_once_do_not_meet_and_sigterm_ends_one_of_them(start: Start, marker: str) -> None:
     runs = [start("2", "0=sleep"), start("2", "0=sleep")]
     wait_until(lambda: all(len(workers_of(run)) == 2 for run in runs))
-    ports = {
-        variable
-        for run in runs
-        for pid in workers_of(run).values()
-        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if variable.startswith(b"MASTER_PORT=")
-    }
+    ports = {look_at(pid).environment["MASTER_PORT"] for run in runs for pid in workers_of(run).values()}
     assert len(ports) == 2
     for run, others in zip(runs, [2, 0], strict=True):
         os.kill(run.pid, signal.SIGTERM)

@@ -32,6 +32,7 @@ from lmtools.preprocess.lines import (
     scratch_folder,
     write_part,
 )
+from tests.support.processes import wait_until
 
 # Line feeds, and everything else that some tool takes for the end of a line.
 texts = st.lists(st.sampled_from([b"\n", b"a", b"bc", b"\r", b"\r\n", "\u2028".encode(), "\u0085".encode(), b"\x0c"]))
@@ -182,18 +183,11 @@ def test_the_scratch_folder_goes_though_a_task_elsewhere_still_writes_into_it(tm
         writers = [threading.Thread(target=write_on, args=(scratch,)) for _ in range(4)]
         for writer in writers:
             writer.start()
-        wait_for(scratch / "9")
+        wait_until((scratch / "9").exists)
     for writer in writers:
         writer.join()
     assert ended == [FileNotFoundError] * 4
     assert list(tmp_path.iterdir()) == []
-
-
-def wait_for(path: Path) -> None:
-    end = time.monotonic() + 20
-    while not path.exists():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def fail_in_a_part(part: Path) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import pytest
 from lmtools.errors import DataError, WorkerError
 from lmtools.preprocess.workers import available_cores, run_ordered, worker_pool
 from tests.support import tasks
+from tests.support.processes import alive, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -125,20 +126,6 @@ def test_no_worker_outlives_its_parent(tmp_path: Path, signal_number: int, to_gr
         if signal_number == signal.SIGINT:
             assert parent.stderr.read() == ""
             assert list(tmp_path.iterdir()) == []
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_cores_are_those_that_this_process_may_use() -> None:

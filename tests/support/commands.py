@@ -9,39 +9,13 @@ import os
 import resource
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from tests.support.processes import wait_until
 from tests.support.ranks import processes_with_torch
-
-MARKER = "LMTOOLS_TEST_MARKER"
-"""A variable by which a test knows the processes that it started, and theirs."""
-
-
-def processes_with(marker: str) -> list[tuple[int, dict[str, str]]]:
-    """Living processes with the marker, other than this one, and their environments."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = (folder / "environ").read_bytes().decode().split("\0")
-        except OSError:  # gone meanwhile, or another user's
-            continue
-        environment = dict(variable.split("=", 1) for variable in variables if "=" in variable)
-        if environment.get(MARKER) == marker and int(folder.name) != os.getpid():
-            found.append((int(folder.name), environment))
-    return found
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0, *, of: Running | None = None) -> None:
-    """Wait for what a command, if one is named, shall bring about before it ends."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < seconds, "waited too long"
-        assert of is None or of.process.is_alive() or condition(), of.errors.read_text()
-        time.sleep(0.005)
 
 
 @dataclass(frozen=True)
@@ -56,6 +30,16 @@ class Running:
     def pid(self) -> int:
         assert self.process.pid is not None
         return self.process.pid
+
+    def wait_until(self, condition: Callable[[], object], seconds: float = 120.0) -> None:
+        """Wait for what the command shall bring about before it ends."""
+
+        def holds_or_ended() -> bool:
+            ended = not self.process.is_alive()  # looked at first: it may bring it about and end
+            return bool(condition()) or ended
+
+        wait_until(holds_or_ended, seconds)
+        assert condition(), self.errors.read_text()
 
     def result(self, seconds: float = 90.0) -> tuple[int | None, str, str]:
         """Exit code, standard output and standard error, once it has ended."""
