@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lmtools.checkpoints.fairseq_config import model_settings, require_transformer_lm, transformer_lm_config
 from lmtools.checkpoints.fairseq_files import find_parts, require_all_parts
+from lmtools.checkpoints.identity import identity_of_files
 from lmtools.checkpoints.lazy_tensor import LazyTensor, equal_values
 from lmtools.checkpoints.parts import drifted_replicas, dtypes_of_parts, read_from_parts, require_equal_replicas
 from lmtools.checkpoints.unpickle import plain, read_torch_file
@@ -60,10 +61,7 @@ class FairseqCheckpoint:
 
     def identity(self) -> dict[str, Any]:
         """What tells this checkpoint from another one written to the same place, without hashing gigabytes."""
-        stats = [path.stat() for path in self.paths]
-        return {
-            "checkpoint_files": [[p.name, s.st_size, s.st_mtime_ns] for p, s in zip(self.paths, stats, strict=True)]
-        }
+        return identity_of_files(self.paths)
 
     def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
         """Read part of a whole parameter, from whichever parts hold it.

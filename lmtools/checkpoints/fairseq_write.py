@@ -84,24 +84,10 @@ def write_fairseq(
     progress: Progress = lambda num_bytes: None,
     stem: str = "model",
 ) -> list[Path]:
-    """Write the files of a checkpoint into an existing folder; a few megabytes of it are in memory.
+    """A `Writer`; `stem` is the files' common name.
 
     fairseq needs parts of equal size. A vocabulary that the parts do not divide is given rows of zeros at its end; each
     part says how many rows are the model's own, and lmtools leaves the others out when it reads them.
-
-    Args:
-        folder: where the files go.
-        weights: the model.
-        num_parts: how many model-parallel ranks the files are for.
-        origin: what it was made from, plain data.
-        progress: called with the number of bytes that were just written.
-        stem: the files' common name.
-
-    Returns:
-        The files, in rank order.
-
-    Raises:
-        ConfigError: the heads or the feed-forward layer do not divide.
     """
     config = weights.config
     _require_equal_parts(config, num_parts)

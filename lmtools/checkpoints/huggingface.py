@@ -44,21 +44,7 @@ def write_huggingface(
     origin: Mapping[str, Any],
     progress: Progress = lambda num_bytes: None,
 ) -> list[Path]:
-    """Write a model into an existing folder; a few megabytes of it are in memory.
-
-    Args:
-        folder: where to.
-        weights: the model.
-        num_parts: 1, as transformers splits a model when it has loaded it.
-        origin: what it was made from, for origin.json, which transformers does not read.
-        progress: called with the number of bytes that were just written.
-
-    Returns:
-        The files that hold parameters.
-
-    Raises:
-        ConfigError: there is no such folder of several parts, or of this model.
-    """
+    """A `Writer`. `num_parts` is 1: transformers splits a model when it has loaded it. origin.json it does not read."""
     require_xglm(weights.config, num_parts)
     shards = _shards(weights)
     for file_name, names in shards.items():

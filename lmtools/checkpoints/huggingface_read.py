@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmtools.checkpoints.huggingface_config import config_of, read_config_json
+from lmtools.checkpoints.identity import identity_of_files
 from lmtools.checkpoints.lazy_tensor import LazyTensor, equal_values
 from lmtools.checkpoints.safetensors_files import read_safetensors
 from lmtools.checkpoints.unpickle import read_torch_file
@@ -95,9 +96,7 @@ class HuggingFaceCheckpoint:
 
     def identity(self) -> dict[str, Any]:
         """What tells this checkpoint from another one written to the same place, without hashing gigabytes."""
-        stats = [path.stat() for path in self.paths]
-        files = [[p.name, s.st_size, s.st_mtime_ns] for p, s in zip(self.paths, stats, strict=True)]
-        return {"checkpoint_files": files}
+        return identity_of_files(self.paths)
 
     def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
         """Read part of a whole parameter.

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,6 +27,7 @@ from lmtools.checkpoints.transformer_xl import TransformerXLCheckpoint
 from lmtools.checkpoints.weights import (
     Progress,
     Weights,
+    Writer,
     bytes_of,
     converted,
     part_slices,
@@ -37,14 +38,6 @@ from lmtools.checkpoints.weights import (
 from lmtools.errors import CheckpointError, ConfigError
 from lmtools.files import atomic_directory, require_free_space
 from lmtools.parallel.plans import TRANSFORMER_LM, Split, split_of
-
-
-class Writer(Protocol):
-    """Writes the files of a checkpoint into an existing folder and returns those that hold the parts."""
-
-    def __call__(
-        self, folder: Path, weights: Weights, *, num_parts: int, origin: Mapping[str, Any], progress: Progress
-    ) -> list[Path]: ...
 
 
 WRITERS: dict[str, Writer] = {"fairseq": write_fairseq, "safetensors": write_safetensors, "hf": write_huggingface}

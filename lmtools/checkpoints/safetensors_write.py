@@ -27,18 +27,7 @@ def write_safetensors(
     origin: Mapping[str, Any],
     progress: Progress = lambda num_bytes: None,
 ) -> list[Path]:
-    """Write a set into an existing folder.
-
-    Args:
-        folder: where the files go.
-        weights: the model.
-        num_parts: how many files; the model's heads divide by it.
-        origin: what it was made from, for the manifest.
-        progress: called with the number of bytes that were just written.
-
-    Returns:
-        The files of the parts, in rank order.
-    """
+    """A `Writer`. Each part is a file; the manifest has the origin."""
     names = [
         f"model-{part}-of-{num_parts}.safetensors" if num_parts > 1 else "model.safetensors"
         for part in range(num_parts)

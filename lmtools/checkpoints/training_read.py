@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from lmtools.checkpoints.identity import identity_of_files
 from lmtools.checkpoints.lazy_tensor import LazyTensor
 from lmtools.checkpoints.models import model_config, new_model
 from lmtools.checkpoints.training import read_metadata, read_record
@@ -95,9 +96,7 @@ class TrainingCheckpoint:
 
     def identity(self) -> dict[str, Any]:
         """What tells this checkpoint from another one written to the same place, without hashing gigabytes."""
-        stats = [path.stat() for path in self.paths]
-        names = [f"{self.folder.name}/{path.name}" for path in self.paths]
-        return {"checkpoint_files": [[n, s.st_size, s.st_mtime_ns] for n, s in zip(names, stats, strict=True)]}
+        return identity_of_files(self.paths, below=self.folder.parent)
 
     def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
         """Read part of a whole parameter, from whichever chunks hold it.

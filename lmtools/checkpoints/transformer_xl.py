@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lmtools.checkpoints.fairseq_config import model_settings
 from lmtools.checkpoints.fairseq_files import PART_NAME, find_parts
+from lmtools.checkpoints.identity import identity_of_files
 from lmtools.checkpoints.lazy_tensor import LazyTensor, equal_values
 from lmtools.checkpoints.transformer_xl_names import (
     Source,
@@ -66,10 +67,7 @@ class TransformerXLCheckpoint:
 
     def identity(self) -> dict[str, Any]:
         """What tells this checkpoint from another one written to the same place, without hashing gigabytes."""
-        stats = [path.stat() for path in self.paths]
-        return {
-            "checkpoint_files": [[p.name, s.st_size, s.st_mtime_ns] for p, s in zip(self.paths, stats, strict=True)]
-        }
+        return identity_of_files(self.paths)
 
     def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
         """Read part of a whole parameter.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +43,29 @@ class Weights:
     def num_parameters(self) -> int:
         """Elements of all parameters, tied ones once."""
         return sum(math.prod(shape) for shape in self.shapes.values())
+
+
+class Writer(Protocol):
+    """Writes the files of a checkpoint, of which a few megabytes are in memory at a time."""
+
+    def __call__(
+        self, folder: Path, weights: Weights, *, num_parts: int, origin: Mapping[str, Any], progress: Progress
+    ) -> list[Path]:
+        """Write them.
+
+        Args:
+            folder: where to; it exists.
+            weights: the model.
+            num_parts: how many tensor-parallel parts to make of it.
+            origin: what the model was made from, as JSON values, to be kept with it.
+            progress: called with the number of bytes that were just written.
+
+        Returns:
+            The files that hold parameters, in the order of the parts.
+
+        Raises:
+            ConfigError: the format does not have this model, or not in so many parts.
+        """
 
 
 def weights_of(
