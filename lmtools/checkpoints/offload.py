@@ -1,9 +1,10 @@
 """A model larger than memory: its blocks stay in the checkpoint's files and are read when their turn comes.
 
-What goes in goes through one block after the other, all windows of a batch through one block before the next, so that
-a batch reads each block once, however many windows it has. While a block computes, a thread reads the next one; the
-weights of the one before are gone by then. Embedding, output projection and what else is outside the blocks stay in
-memory. Any checkpoint works whose `read` gives slices: nothing here knows a file format.
+What goes in goes through one block after the other, all rows of a batch through one block before the next: a batch of
+windows, or one more token of each text of a batch, reads each block once, however many rows it has. While a block
+computes, a thread reads the next one; the weights of the one before are gone by then. Embedding, output projection,
+keys and values of what was read, and what else is outside the blocks stay in memory. Any checkpoint works whose `read`
+gives slices: nothing here knows a file format.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ TOKENS_AT_A_TIME = 1024
 
 BASE_BYTES = 1 << 30
 """What the program takes beside weights and activations: torch, some logits, pieces of tensors as they are read."""
+
+DRAW_BYTES = 60
+"""What choosing a token takes for each type of the vocabulary: logits, and copies in float64, sorted and summed."""
 
 
 def load_offloaded(
@@ -77,21 +81,68 @@ def windows_together(config: TransformerLMConfig, *, memory_bytes: int, length: 
     Raises:
         ConfigError: not even one fits; says how much that takes.
     """
-    embed_dim, ffn_dim = config.decoder_embed_dim, config.decoder_ffn_embed_dim
-    with without_memory():
-        model = TransformerLM(config)
-    total = sum(parameter.numel() for parameter in model.parameters())
-    block = sum(parameter.numel() for parameter in model.layers[0].parameters())
-    outside = total - config.decoder_layers * block
-    tokens = max(length, TOKENS_AT_A_TIME)
-    fixed = BASE_BYTES + (outside + 3 * block + (3 * embed_dim + 2 * ffn_dim) * tokens) * dtype.itemsize
-    each = 2 * embed_dim * length * dtype.itemsize
+    fixed = _model_bytes(config, dtype) + _intermediate_bytes(config, max(length, TOKENS_AT_A_TIME), dtype)
+    each = 2 * config.decoder_embed_dim * length * dtype.itemsize
     if fixed + each > memory_bytes:
         raise ConfigError(
             f"--offload-memory {memory_bytes / 2**30:.3g}: this model needs at least {(fixed + each) / 2**30:.2f} GiB "
             "for windows of this length; give more, shorter windows, or --dtype bfloat16"
         )
     return (memory_bytes - fixed) // each
+
+
+def rows_together(
+    config: TransformerLMConfig,
+    *,
+    memory_bytes: int,
+    prompt_length: int,
+    capacity: int,
+    dtype: torch.dtype,
+    at_least: int = 1,
+) -> int:
+    """How many sequences are continued together in so much memory, with a cache of all that they have read.
+
+    What is left after BASE_BYTES, the parameters outside the blocks and three blocks', divided by what one sequence
+    takes: keys and values of L layers and of one a second time while rows are selected, 2 (L + 1) E C s; while the
+    prompt is read its intermediate activations, (3 E + 2 F) T s, and who may look where, T T (s + 1); and
+    DRAW_BYTES V for the choice of a token.
+
+    Args:
+        config: the model.
+        memory_bytes: that may be used.
+        prompt_length: tokens of the longest prompt, T.
+        capacity: tokens of the longest sequence, C.
+        dtype: what the model computes in.
+        at_least: how many are needed, as by a beam search.
+
+    Raises:
+        ConfigError: so many do not fit; says how much that takes.
+    """
+    fixed = _model_bytes(config, dtype)
+    each = 2 * (config.decoder_layers + 1) * config.decoder_embed_dim * capacity * dtype.itemsize
+    each += _intermediate_bytes(config, prompt_length, dtype) + prompt_length**2 * (dtype.itemsize + 1)
+    each += DRAW_BYTES * config.vocab_size
+    if fixed + at_least * each > memory_bytes:
+        raise ConfigError(
+            f"--offload-memory {memory_bytes / 2**30:.3g}: this model needs at least "
+            f"{(fixed + at_least * each) / 2**30:.2f} GiB for {at_least} x {capacity} tokens; give more, shorter "
+            "prompts, fewer --max-new-tokens, a smaller --beam, or --dtype bfloat16"
+        )
+    return (memory_bytes - fixed) // each
+
+
+def _model_bytes(config: TransformerLMConfig, dtype: torch.dtype) -> int:
+    """BASE_BYTES, what stays in memory, and three blocks: one computes, one is read, one piece by piece."""
+    with without_memory():
+        model = TransformerLM(config)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    block = sum(parameter.numel() for parameter in model.layers[0].parameters())
+    return BASE_BYTES + (total - (config.decoder_layers - 3) * block) * dtype.itemsize
+
+
+def _intermediate_bytes(config: TransformerLMConfig, num_tokens: int, dtype: torch.dtype) -> int:
+    """A block's activations at their most, for tokens that it computes together."""
+    return (3 * config.decoder_embed_dim + 2 * config.decoder_ffn_embed_dim) * num_tokens * dtype.itemsize
 
 
 class OffloadedBlock(nn.Module):

@@ -39,7 +39,6 @@ from lmtools.errors import CheckpointError, ConfigError
 from lmtools.files import atomic_directory, require_free_space
 from lmtools.parallel.plans import TRANSFORMER_LM, Split, split_of
 
-
 WRITERS: dict[str, Writer] = {"fairseq": write_fairseq, "safetensors": write_safetensors, "hf": write_huggingface}
 
 Bar = Callable[[str, int], AbstractContextManager[Progress]]

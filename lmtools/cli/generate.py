@@ -52,13 +52,25 @@ def generate(
     seed: Annotated[int, typer.Option(help="Of the draws, which depend on nothing else.")] = 1,
     beam: Annotated[int, typer.Option(min=1, help="Hypotheses of a beam search; 1 is no search.")] = 1,
     lenpen: Annotated[float, typer.Option(help="Beam search: above 0 favours long text, below 0 short.")] = 1.0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 8,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Prompts at a time; 8, or with --offload as many as fit, if not given.")
+    ] = None,
     mp: Annotated[
         int,
         typer.Option("--mp", "--model-parallel-size", min=1, help="Tensor-parallel workers to split the model over."),
     ] = 1,
     dtype: Annotated[DType, typer.Option(help="What the model computes in.")] = DType.float32,
     device: Annotated[Device | None, typer.Option(help="Default: cuda where there is one.")] = None,
+    offload: Annotated[
+        bool,
+        typer.Option(
+            "--offload",
+            help="Leave the model's blocks in their files and read each when its turn comes; for one process.",
+        ),
+    ] = False,
+    offload_memory: Annotated[
+        float, typer.Option(min=0, help="GiB that --offload may use; as many prompts go together as fit.")
+    ] = 6.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object a line, with ids and log-probabilities.")
     ] = False,
@@ -66,11 +78,14 @@ def generate(
     """Continue prompts: greedily, by sampling (--temperature, --top-k, --top-p) or with a beam search."""
     if temperature is None:  # who asks to draw from some tokens asks to draw
         temperature = 1.0 if top_k or top_p < 1 else 0.0
+    if offload and mp > 1:
+        raise ConfigError(f"--offload: is for one process, found --mp {mp}")
     _require_sensible_options(prompt, prompts, temperature, top_k, top_p, beam)
 
     import torch
 
     from lmtools.checkpoints.load import load_transformer_lm, open_checkpoint, require_divisible, require_transformer_lm
+    from lmtools.checkpoints.offload import load_offloaded, rows_together
     from lmtools.generate.beam import beam_search
     from lmtools.generate.decode import Limits, continue_prompts
     from lmtools.generate.sampling import Sampling
@@ -87,6 +102,15 @@ def generate(
     # A prompt is the beginning of a sentence: in training, what stands before one is the end of another.
     sources = [[eos_index, *_encode(codec, text, number)] for number, text in enumerate(texts, start=1)]
     limits.require_fits(sources)
+    if offload and (batch_size is None or beam > 1):
+        batch_size = rows_together(
+            config,
+            memory_bytes=int(offload_memory * 2**30),
+            prompt_length=max(map(len, sources)),
+            capacity=max(len(source) + limits.room(source) - 1 for source in sources),
+            dtype=getattr(torch, dtype.value),
+            at_least=beam,
+        )
 
     if mp > 1 and not is_worker():
         with _prompts_for_workers(texts, from_stdin=prompts == STDIO) as more_arguments:
@@ -96,12 +120,15 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, seed)
     with open_mesh(dp=1, tp=mp, device=device.value if device else None) as mesh:
         speaks = mesh.rank == 0
-        model = load_transformer_lm(checkpoint, mesh, getattr(torch, dtype.value))
+        if offload:
+            model = load_offloaded(checkpoint, mesh.device, getattr(torch, dtype.value))
+        else:
+            model = load_transformer_lm(checkpoint, mesh, getattr(torch, dtype.value))
         streamed = _Stream(codec, sources[0]) if _is_watched(sources, beam, as_json) and speaks else None
         shown = speaks and streamed is None
         bar = progress_bar("generate", total=len(texts), unit="prompts") if shown else nullcontext(lambda count: None)
         with bar as advance:
-            step = 1 if beam > 1 else batch_size
+            step = 1 if beam > 1 else batch_size or 8
             for start in range(0, len(texts), step):
                 batch = sources[start : start + step]
                 if beam > 1:

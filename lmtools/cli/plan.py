@@ -49,7 +49,7 @@ def plan(
         bool | None,
         typer.Option(
             "--share-decoder-input-output-embed/--no-share-decoder-input-output-embed",
-            help="Default: tied for Megatron's presets, which fairseq trains in no other way.",
+            help="Output projection and embedding are one. Megatron's presets are taken as tied if this is not given.",
         ),
     ] = None,
     mp: Annotated[
@@ -121,8 +121,6 @@ def plan(
         flags["max_update"] = 1
         if batch_size is None and max_tokens is None:
             flags["batch_size"] = 8 if evaluate else 1
-        if str(arch).startswith("transformer_lm_megatron"):
-            flags.setdefault("share_decoder_input_output_embed", True)
     if link_bandwidth is not None and flops is None:
         raise ConfigError("--link-bandwidth: an estimate of time needs --flops too")
 
@@ -135,6 +133,14 @@ def plan(
     from lmtools.train.config import resolve
 
     run = resolve(config, flags)
+    if run.train.task != "language_modeling":
+        raise ConfigError(f"--arch {run.train.arch}: plan knows plain transformers only")
+    tied = "share_decoder_input_output_embed"
+    # fairseq trains Megatron's models in no other way, but its presets do not say so.
+    assumed = config is None and tied not in flags and run.train.arch.startswith("transformer_lm_megatron")
+    assumed = assumed and not run.model[tied]
+    if assumed:
+        run = resolve(config, flags | {tied: True})
     speed = Speed(flops, utilisation, link_bandwidth) if flops else None
     limit = int(gpu_memory * GIB) if gpu_memory is not None else None
     if evaluate:
@@ -157,11 +163,18 @@ def plan(
         document = training_document(training, limit)
         lines = _training_lines(training, speed)
     if as_json:
-        print_json(document)
+        print_json(document | {tied: run.model[tied], "assumed": [tied] if assumed else []})
         return
+    lines.insert(1, f"output projection      {_output_projection(run.model[tied], assumed)}")
     typer.echo("\n".join(lines))
     if gpu_memory is not None:
         typer.echo(f"{'fits' if document['fits'] else 'does NOT fit'} in {gpu_memory:g} GiB")
+
+
+def _output_projection(tied: bool, assumed: bool) -> str:
+    if assumed:
+        return "tied to the embedding, which is assumed; --no-share-decoder-input-output-embed if it is not"
+    return "tied to the embedding" if tied else "untied, a matrix of its own"
 
 
 def _training_lines(plan: TrainingPlan, speed: Speed | None) -> list[str]:

@@ -74,4 +74,5 @@ class KeyValueCache:
     def select(self, rows: Tensor) -> None:
         """Keep these rows, int64 `(B',)`, in this order; a row may be taken several times, or not at all."""
         self.lengths = self.lengths[rows]
-        self._layers = [(keys[rows], values[rows]) for keys, values in self._layers]
+        for layer, (keys, values) in enumerate(self._layers):  # one after the other: never all of them twice
+            self._layers[layer] = keys[rows], values[rows]

@@ -127,6 +127,58 @@ def test_a_terminal_sees_the_text_as_it_comes(mp4):
     assert seen.replace(b"\r\n", b"\n") == piped.stdout
 
 
+# --- a model larger than memory ---
+
+
+@pytest.mark.parametrize(
+    "options", [["--top-p", 0.95], ["--beam", 3], ["--batch-size", 1]], ids=["drawn", "beam", "one at a time"]
+)
+def test_a_model_that_stays_in_its_files_says_the_same(lmtools, mp4, options):
+    command = [*mp4, "--prompt", "and", "--prompt", "=", "--prompt", "@ and =", "--json", *options]
+    ran = lmtools(*command, "--offload")
+    assert (ran.code, ran.err) == (0, "")
+    lines, expected = ([json.loads(line) for line in out.splitlines()] for out in (ran.out, lmtools(*command).out))
+    for line, wanted in zip(lines, expected, strict=True):
+        assert line.pop("log_probs") == pytest.approx(wanted.pop("log_probs"), abs=1e-5)
+        assert line == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mp", 2], "--offload: is for one process, found --mp 2"),
+        (["--offload-memory", 0.5], "--offload-memory 0.5: this model needs at least 1.00 GiB for 1 x 13 tokens; "),
+        (
+            ["--offload-memory", 1.001, "--beam", 200],
+            "--offload-memory 1: this model needs at least 1.00 GiB for 200 x ",
+        ),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused_before_a_weight_is_read(lmtools, mp4, options, message):
+    ran = lmtools(*mp4, "--prompt", "and", "--offload", *options)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(f"lmtools: {message}")
+    assert ran.err.count("\n") == 1
+
+
+def test_as_many_prompts_as_fit_go_together(lmtools, mp4, monkeypatch):
+    from lmtools.generate import decode
+
+    batches: list[int] = []
+    continue_prompts = decode.continue_prompts
+
+    def counted(model, prompts, *arguments, **options):
+        batches.append(len(prompts))
+        return continue_prompts(model, prompts, *arguments, **options)
+
+    monkeypatch.setattr(decode, "continue_prompts", counted)
+    prompts = ["--prompt", "and"] * 20
+    assert lmtools(*mp4, *prompts, "--offload").code == 0
+    assert lmtools(*mp4, *prompts, "--offload", "--batch-size", 12).code == 0
+    assert lmtools(*mp4, *prompts).code == 0
+    assert batches == [20, 12, 8, 8, 8, 4]
+
+
 # --- where the dictionary is ---
 
 

@@ -22,6 +22,47 @@ def test_training_of_megatron_11b(lmtools):
     assert (plan["tokens_in_update"], plan["time"]) == (4 * 1024, None)
 
 
+UNTIED = 11_032_246_272 + 51_200 * 3072
+SHARE = "--share-decoder-input-output-embed"
+
+
+@pytest.mark.parametrize(
+    ("options", "parameters", "assumed", "said"),
+    [
+        ([], 11_032_246_272, True, f"tied to the embedding, which is assumed; --no-{SHARE[2:]} if it is not"),
+        ([SHARE], 11_032_246_272, False, "tied to the embedding"),
+        ([f"--no-{SHARE[2:]}"], UNTIED, False, "untied, a matrix of its own"),
+    ],
+)
+@pytest.mark.parametrize("task", [[], ["--eval"]])
+def test_it_says_whether_the_output_projection_is_tied_and_whether_that_was_assumed(
+    lmtools, options, parameters, assumed, said, task
+):
+    plan = json.loads(lmtools(*ELEVEN, *options, *task, "--json").out)
+    assert plan["parameters"] == parameters
+    assert plan["share_decoder_input_output_embed"] is (parameters < UNTIED)
+    assert plan["assumed"] == (["share_decoder_input_output_embed"] if assumed else [])
+    parameters_line, output_line, *_ = lmtools(*ELEVEN, *options, *task).out.splitlines()
+    assert f"{parameters:,}" in parameters_line
+    assert output_line == f"output projection      {said}"
+
+
+def test_what_the_preset_or_the_file_says_is_not_assumed(lmtools, tmp_path):
+    tiny = json.loads(lmtools("plan", "--arch", "transformer_lm_megatron_tiny", "--json").out)
+    assert (tiny["share_decoder_input_output_embed"], tiny["assumed"]) == (True, [])
+    (tmp_path / "run.toml").write_text('arch = "transformer_lm_megatron"\nbatch_size = 1\nmax_update = 5\n')
+    as_run = json.loads(lmtools("plan", "--config", tmp_path / "run.toml", "--json").out)
+    assert (as_run["share_decoder_input_output_embed"], as_run["assumed"]) == (False, [])
+
+
+def test_a_transformer_xl_is_refused(lmtools, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('arch = "transformer_xl"\ntask = "truncated_bptt_lm"\nbatch_size = 1\nmax_update = 5\n')
+    ran = lmtools("plan", "--config", file)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err == "lmtools: --arch transformer_xl: plan knows plain transformers only\n"
+
+
 @pytest.mark.parametrize(("gib", "verdict"), [(32, "fits in 32 GiB"), (16, "does NOT fit in 16 GiB")])
 def test_says_whether_it_fits(lmtools, gib, verdict):
     ran = lmtools(*ELEVEN, "--dp", 4, "--fp16", "--gpu-memory", gib)
