@@ -66,6 +66,14 @@ def require_transformer_lm(checkpoint: Checkpoint, advice: str) -> TransformerLM
     return checkpoint.config
 
 
+def as_transformer_xl(checkpoint: Checkpoint) -> TrainingCheckpoint | TransformerXLCheckpoint | None:
+    """The checkpoint, if it holds a Transformer-XL: these are the kinds that can."""
+    if isinstance(checkpoint.config, TransformerXLConfig):
+        assert isinstance(checkpoint, (TrainingCheckpoint, TransformerXLCheckpoint))
+        return checkpoint
+    return None
+
+
 def require_divisible(checkpoint: Checkpoint, tp_size: int) -> None:
     """Refuse a tensor-parallel size that torch cannot split the model over.
 

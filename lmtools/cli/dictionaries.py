@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,9 +22,25 @@ class Bpe(str, Enum):
 
 
 def open_codec(
-    checkpoint: Checkpoint, dictionary: Path | None, bpe: Bpe | None, encoder_json: str | None, vocab_bpe: str | None
+    checkpoint: Checkpoint,
+    dictionary: Path | None,
+    bpe: Bpe | None,
+    encoder_json: str | None,
+    vocab_bpe: str | None,
+    *,
+    on_unknown: Callable[[str], None] | None = None,
 ) -> tuple[Codec, int]:
-    """How text becomes the model's tokens, and the token that ends a sentence."""
+    """How text becomes the model's tokens, and the token that ends a sentence.
+
+    Args:
+        checkpoint: the model's.
+        dictionary: as --dict; None for the one that belongs to the checkpoint.
+        bpe: as --bpe.
+        encoder_json: as --encoder-json.
+        vocab_bpe: as --vocab-bpe.
+        on_unknown: called with each word that a dictionary of words has not, which is then read as `<unk>`; without it
+            such a word is refused.
+    """
     from lmtools.checkpoints.huggingface_read import HuggingFaceCheckpoint
     from lmtools.checkpoints.load import require_dictionary_fits
     from lmtools.data.dictionary import Dictionary
@@ -44,7 +61,7 @@ def open_codec(
     words = Dictionary.load(place)
     require_dictionary_fits(checkpoint, len(words), place)
     if bpe is Bpe.none or (bpe is None and not is_bpe(words)):
-        return WordCodec(words), words.eos_index
+        return WordCodec(words, on_unknown=on_unknown), words.eos_index
     files = find_vocabulary(encoder_json, vocab_bpe)
     vocabulary = read_vocabulary(files)
     check_vocabulary(vocabulary, files)

@@ -11,6 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmtools.cli.eval_output import bar_of_rank_0, original_counts, show, write, write_scores
+from lmtools.cli.memory_options import (
+    ClampLenOption,
+    MemLenOption,
+    SameLengthOption,
+    given_memory_options,
+    refuse_memory_options,
+)
 from lmtools.cli.options import Device, DType, JsonOption, require_none_given, say
 from lmtools.errors import ConfigError
 from lmtools.files import STDIO
@@ -100,19 +107,9 @@ def evaluate(
     orig_bytes: Annotated[
         int | None, typer.Option(min=1, help="Bytes of the original text, if no manifest says.")
     ] = None,
-    mem_len: Annotated[
-        int | None,
-        typer.Option(min=0, help="Transformer-XL: positions that are remembered; the checkpoint's if not given."),
-    ] = None,
-    clamp_len: Annotated[
-        int | None, typer.Option(min=-1, help="Transformer-XL: distances above it count as it; -1 does not clamp.")
-    ] = None,
-    same_length: Annotated[
-        bool | None,
-        typer.Option(
-            "--same-length/--no-same-length", help="Transformer-XL: each position sees exactly --mem-len positions."
-        ),
-    ] = None,
+    mem_len: MemLenOption = None,
+    clamp_len: ClampLenOption = None,
+    same_length: SameLengthOption = None,
     fairseq_compat: Annotated[
         bool,
         typer.Option(
@@ -131,8 +128,7 @@ def evaluate(
     if offload and mp * dp > 1:
         raise ConfigError(f"--offload: is for one process, found --mp {mp} --dp {dp}")
     _require_sensible_options(subsets, context_window, add_bos_token, output, scores, resume, orig_tokens or orig_bytes)
-    memory = {"mem_len": mem_len, "clamp_len": clamp_len, "same_length": same_length}
-    overrides = {name: value for name, value in memory.items() if value is not None}
+    overrides = given_memory_options(mem_len, clamp_len, same_length)
     if task is Task.truncated_bptt_lm:
         refused = {
             "--context-window": context_window,
@@ -165,8 +161,8 @@ def evaluate(
             as_json=as_json,
         )
         return
-    of_streams = {f"--{name.replace('_', '-')}": True for name in overrides} | {"--fairseq-compat": fairseq_compat}
-    require_none_given(of_streams, "is of --task truncated_bptt_lm")
+    refuse_memory_options(overrides, "is of --task truncated_bptt_lm")
+    require_none_given({"--fairseq-compat": fairseq_compat}, "is of --task truncated_bptt_lm")
 
     import torch
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmtools.cli.eval_output import bar_of_rank_0, original_counts, show, write, write_scores
+from lmtools.cli.memory_options import with_memory_options
 from lmtools.cli.options import Device, DType
 from lmtools.errors import ConfigError, DataError
 
@@ -55,7 +56,7 @@ def evaluate_streams(
     from lmtools.parallel.mesh import open_mesh
 
     # Everything that can be refused is refused here, before a worker starts or a weight is read.
-    checkpoint = _with_overrides(open_checkpoint(path), overrides)
+    checkpoint = with_memory_options(_require_transformer_xl(open_checkpoint(path)), overrides)
     require_divisible(checkpoint, mp)
     tokens_per_sample = tokens_per_sample or checkpoint.tokens_per_sample
     if tokens_per_sample is None:
@@ -132,15 +133,12 @@ def evaluate_streams(
     show(document, results, as_json=as_json)
 
 
-def _with_overrides(
-    checkpoint: Checkpoint, overrides: Mapping[str, Any]
-) -> TrainingCheckpoint | TransformerXLCheckpoint:
-    """The checkpoint, as one of a model with some options changed that change no parameter."""
-    from lmtools.checkpoints.fairseq import FairseqCheckpoint
-    from lmtools.models.architectures import TransformerXLConfig
+def _require_transformer_xl(checkpoint: Checkpoint) -> TrainingCheckpoint | TransformerXLCheckpoint:
+    from lmtools.checkpoints.load import as_transformer_xl
 
-    if isinstance(checkpoint, FairseqCheckpoint) or not isinstance(checkpoint.config, TransformerXLConfig):
+    found = as_transformer_xl(checkpoint)
+    if found is None:
         raise ConfigError(
             f"{checkpoint.paths[0]}: holds a plain transformer, which has no memory; use --task language_modeling"
         )
-    return dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, **overrides))
+    return found

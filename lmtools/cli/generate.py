@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,11 +14,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmtools.cli.dictionaries import Bpe, open_codec
+from lmtools.cli.memory_options import (
+    ClampLenOption,
+    MemLenOption,
+    SameLengthOption,
+    given_memory_options,
+    refuse_memory_options,
+    with_memory_options,
+)
 from lmtools.cli.options import Device, DType, progress_bar, say
 from lmtools.errors import ConfigError, DataError
 from lmtools.files import STDIO, open_binary
 
 if TYPE_CHECKING:
+    from lmtools.checkpoints.load import Checkpoint
+    from lmtools.checkpoints.models import Model
     from lmtools.generate.decode import Continuation
     from lmtools.preprocess.codec import Codec
 
@@ -55,6 +66,9 @@ def generate(
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Prompts at a time; 8, or with --offload as many as fit, if not given.")
     ] = None,
+    mem_len: MemLenOption = None,
+    clamp_len: ClampLenOption = None,
+    same_length: SameLengthOption = None,
     mp: Annotated[
         int,
         typer.Option("--mp", "--model-parallel-size", min=1, help="Tensor-parallel workers to split the model over."),
@@ -84,7 +98,7 @@ def generate(
 
     import torch
 
-    from lmtools.checkpoints.load import load_transformer_lm, open_checkpoint, require_divisible, require_transformer_lm
+    from lmtools.checkpoints.load import load_model, open_checkpoint, require_divisible, require_transformer_lm
     from lmtools.checkpoints.offload import load_offloaded, rows_together
     from lmtools.generate.beam import beam_search
     from lmtools.generate.decode import Limits, continue_prompts
@@ -93,18 +107,26 @@ def generate(
     from lmtools.parallel.mesh import open_mesh
 
     # Everything that can be refused is refused here, before a worker starts or a weight is read.
-    checkpoint = open_checkpoint(path)
-    config = require_transformer_lm(checkpoint, "this command continues plain transformers only")
+    checkpoint, max_positions = _ready_to_generate(
+        open_checkpoint(path), given_memory_options(mem_len, clamp_len, same_length)
+    )
+    if offload:
+        of_offloaded = require_transformer_lm(checkpoint, "its layers cannot be left in the file")
     require_divisible(checkpoint, mp)
-    codec, eos_index = open_codec(checkpoint, dictionary, bpe, encoder_json, vocab_bpe)
-    limits = Limits([*codec.known, eos_index], eos_index, max_new_tokens, config.max_target_positions)
+    unknown: list[str] = []
+    codec, eos_index = open_codec(checkpoint, dictionary, bpe, encoder_json, vocab_bpe, on_unknown=unknown.append)
+    limits = Limits([*codec.known, eos_index], eos_index, max_new_tokens, max_positions)
     texts = prompt if prompt is not None else _read_prompts(prompts or STDIO)
     # A prompt is the beginning of a sentence: in training, what stands before one is the end of another.
-    sources = [[eos_index, *_encode(codec, text, number)] for number, text in enumerate(texts, start=1)]
+    sources = []
+    for number, text in enumerate(texts, start=1):
+        sources.append([eos_index, *_encode(codec, text, number)])
+        _say_unknown(unknown, number)
+        unknown.clear()
     limits.require_fits(sources)
     if offload and (batch_size is None or beam > 1):
         batch_size = rows_together(
-            config,
+            of_offloaded,
             memory_bytes=int(offload_memory * 2**30),
             prompt_length=max(map(len, sources)),
             capacity=max(len(source) + limits.room(source) - 1 for source in sources),
@@ -121,9 +143,9 @@ def generate(
     with open_mesh(dp=1, tp=mp, device=device.value if device else None) as mesh:
         speaks = mesh.rank == 0
         if offload:
-            model = load_offloaded(checkpoint, mesh.device, getattr(torch, dtype.value))
+            model: Model = load_offloaded(checkpoint, mesh.device, getattr(torch, dtype.value))
         else:
-            model = load_transformer_lm(checkpoint, mesh, getattr(torch, dtype.value))
+            model = load_model(checkpoint, mesh, getattr(torch, dtype.value))
         streamed = _Stream(codec, sources[0]) if _is_watched(sources, beam, as_json) and speaks else None
         shown = speaks and streamed is None
         bar = progress_bar("generate", total=len(texts), unit="prompts") if shown else nullcontext(lambda count: None)
@@ -149,6 +171,33 @@ def generate(
                 advance(len(found))
         if streamed is not None:
             streamed.end()
+
+
+def _ready_to_generate(checkpoint: Checkpoint, memory_options: Mapping[str, Any]) -> tuple[Checkpoint, int | None]:
+    """The checkpoint as it shall be read, and the most positions that it was made for, None for any number."""
+    from lmtools.checkpoints.load import as_transformer_xl
+    from lmtools.generate.reading import require_memory
+    from lmtools.models.architectures import TransformerXLConfig
+
+    transformer_xl = as_transformer_xl(checkpoint)
+    if transformer_xl is None:
+        refuse_memory_options(memory_options, "is of a Transformer-XL, and the checkpoint holds a plain transformer")
+        assert not isinstance(checkpoint.config, TransformerXLConfig)
+        return checkpoint, checkpoint.config.max_target_positions
+    # What is left out of the memory (ext_len) is for segments that overlap; here none do.
+    transformer_xl = with_memory_options(transformer_xl, {"ext_len": 0, **memory_options})
+    assert isinstance(transformer_xl.config, TransformerXLConfig)
+    require_memory(transformer_xl.config, str(checkpoint.paths[0]))
+    return transformer_xl, None
+
+
+def _say_unknown(words: Sequence[str], number: int) -> None:
+    """Name the words of a prompt that were not in the dictionary, once for all ranks."""
+    from lmtools.parallel.launch import has_launcher
+
+    if words and not has_launcher() and os.environ.get("RANK", "0") == "0":
+        named = ", ".join(repr(word) for word in dict.fromkeys(words))
+        say(f"prompt {number}: not in the dictionary, and read as <unk>: {named}")
 
 
 def _require_sensible_options(

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 
 import torch
 
-from lmtools.generate.decode import Continuation, Limits, banned_tokens, from_rank_0, read, require_number
-from lmtools.models.cache import KeyValueCache
-from lmtools.models.transformer_lm import TransformerLM
+from lmtools.checkpoints.models import Model
+from lmtools.generate.decode import Continuation, Limits, banned_tokens, from_rank_0, require_number
+from lmtools.generate.reading import start_reading
 from lmtools.parallel.mesh import Mesh
 
 
 @torch.no_grad()
 def beam_search(
-    model: TransformerLM,
+    model: Model,
     prompt: Sequence[int],
     mesh: Mesh,
     limits: Limits,
@@ -46,8 +46,8 @@ def beam_search(
     """
     limits.require_fits([prompt])
     capacity = len(prompt) + limits.room(prompt) - 1
-    cache = KeyValueCache(1, capacity=capacity, device=mesh.device)
-    log_probs = read(model, [prompt], cache)
+    reader = start_reading(model, 1, capacity=capacity, device=mesh.device)
+    log_probs = reader.read([prompt])
     banned = banned_tokens(log_probs, limits.allowed)
     live = [Continuation()]
     ended: list[Continuation] = []
@@ -75,8 +75,8 @@ def beam_search(
             cut_off = [] if len(ended) >= beam else [candidate for _, candidate in going_on]
             return max([*ended, *cut_off], key=lambda hypothesis: value(hypothesis, lenpen))
         live = [candidate for _, candidate in going_on]
-        cache.select(torch.tensor([row for row, _ in going_on], device=mesh.device))
-        log_probs = read(model, [hypothesis.tokens[-1:] for hypothesis in live], cache)
+        reader.select([row for row, _ in going_on])
+        log_probs = reader.read([hypothesis.tokens[-1:] for hypothesis in live])
 
 
 def value(hypothesis: Continuation, lenpen: float) -> float:

@@ -13,12 +13,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from lmtools.checkpoints.models import Model
 from lmtools.errors import ConfigError, DataError
+from lmtools.generate.reading import start_reading
 from lmtools.generate.sampling import Sampling, choose
-from lmtools.models.cache import KeyValueCache
-from lmtools.models.transformer_lm import PAD_INDEX, TransformerLM
 from lmtools.parallel.mesh import Mesh
 
 StopReason = Literal["end of sentence", "max new tokens", "model maximum"]
@@ -47,16 +46,19 @@ class Limits:
         allowed: the tokens that may be chosen, and no others.
         eos_index: the token that ends one.
         max_new_tokens: the most tokens.
-        max_positions: the most tokens that the model reads, prompt included. The last new token is not read.
+        max_positions: the most tokens that the model reads, prompt included; None for any number. The last new token is
+            not read.
     """
 
     allowed: Sequence[int]
     eos_index: int
     max_new_tokens: int
-    max_positions: int
+    max_positions: int | None
 
     def room(self, prompt: Sequence[int]) -> int:
         """How many tokens can come after a prompt."""
+        if self.max_positions is None:
+            return self.max_new_tokens
         return min(self.max_new_tokens, self.max_positions - len(prompt) + 1)
 
     def require_fits(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -66,10 +68,12 @@ class Limits:
             ConfigError: names the first such prompt.
         """
         for number, prompt in enumerate(prompts, start=1):
-            if not 0 < len(prompt) <= self.max_positions:
+            is_long = self.max_positions is not None and len(prompt) > self.max_positions
+            if not prompt or is_long:
+                expected = f"1 to {self.max_positions}, which the model was made for; shorten it"
                 raise ConfigError(
-                    f"prompt {number}: has {len(prompt)} tokens, expected 1 to {self.max_positions}, which the model "
-                    "was made for; shorten it"
+                    f"prompt {number}: has {len(prompt)} tokens, expected "
+                    f"{expected if self.max_positions is not None else 'at least 1'}"
                 )
 
     def stop_reason(self, tokens: Sequence[int], prompt: Sequence[int]) -> StopReason | None:
@@ -83,7 +87,7 @@ class Limits:
 
 @torch.no_grad()
 def continue_prompts(
-    model: TransformerLM,
+    model: Model,
     prompts: Sequence[Sequence[int]],
     mesh: Mesh,
     limits: Limits,
@@ -113,8 +117,8 @@ def continue_prompts(
     if not rows:
         return found
     capacity = max(len(prompt) + limits.room(prompt) - 1 for prompt in prompts)
-    cache = KeyValueCache(len(rows), capacity=capacity, device=mesh.device)
-    log_probs = read(model, prompts, cache)
+    reader = start_reading(model, len(rows), capacity=capacity, device=mesh.device)
+    log_probs = reader.read(prompts)
     banned = banned_tokens(log_probs, limits.allowed)
     while True:
         places = [(first_number + row, len(prompts[row]) + len(found[row].tokens)) for row in rows]
@@ -132,32 +136,8 @@ def continue_prompts(
             return found
         if len(going_on) < len(rows):
             rows = [rows[place] for place in going_on]
-            cache.select(torch.tensor(going_on, device=mesh.device))
-        log_probs = read(model, [found[row].tokens[-1:] for row in rows], cache)
-
-
-def read(model: TransformerLM, tokens: Sequence[Sequence[int]], cache: KeyValueCache) -> Tensor:
-    """Read on in each row. Every rank of the model's tp mesh must call it.
-
-    Args:
-        model: split or not.
-        tokens: the next tokens of each row of the cache, of any lengths from 1.
-        cache: what was read before; these tokens are added.
-
-    Returns:
-        `(B, V)`, log-probabilities of what comes after the last of them, whole on every rank; in float32, or in float64
-        for a model in float64.
-    """
-    device = cache.lengths.device
-    lengths = torch.tensor([len(row) for row in tokens], device=device)
-    width = max(map(len, tokens))
-    padded = torch.tensor([[*row, *[PAD_INDEX] * (width - len(row))] for row in tokens], device=device)
-    hidden = model.features(padded, cache=cache)
-    cache.advance(lengths)
-    logits: Tensor = model.output_projection(hidden[torch.arange(len(tokens), device=device), lengths - 1])
-    if isinstance(logits, DTensor):
-        logits = logits.full_tensor()
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+            reader.select(going_on)
+        log_probs = reader.read([found[row].tokens[-1:] for row in rows])
 
 
 def banned_tokens(log_probs: Tensor, allowed: Sequence[int]) -> Tensor:

@@ -76,7 +76,9 @@ def shift_to_keys(by_distance: Tensor) -> Tensor:
     return flat.view(-1, num_queries, num_keys)
 
 
-def attention_mask(num_queries: int, num_keys: int, window: int | None, like: Tensor) -> Tensor:
+def attention_mask(
+    num_queries: int, num_keys: int, window: int | None, like: Tensor, num_remembered: Tensor | None = None
+) -> Tensor:
     """Which keys a query sees: those up to its own, or only the last `window` of these.
 
     Args:
@@ -84,15 +86,18 @@ def attention_mask(num_queries: int, num_keys: int, window: int | None, like: Te
         num_keys: K.
         window: at how many keys each query looks, None for all.
         like: gives dtype and device.
+        num_remembered: int64 `(B,)`, how many keys before the first query a row has; None if all are its own.
 
     Returns:
-        `(T, K)` to be added to the scores: 0, or -inf for what is not seen.
+        `(T, K)`, or `(B, T, K)` with `num_remembered`, to be added to the scores: 0, or -inf for what is not seen.
     """
     positions = torch.arange(num_keys, device=like.device)
     distance = positions[num_keys - num_queries :, None] - positions[None, :]
     hidden = distance < 0
     if window is not None:
         hidden = hidden | (distance >= window)
+    if num_remembered is not None:
+        hidden = hidden | (positions < num_keys - num_queries - num_remembered[:, None])[:, None]
     return like.new_zeros(()).masked_fill(hidden, -math.inf)
 
 
@@ -133,7 +138,7 @@ class RelativeAttention(nn.Module):
             x: `(B, L, d_model)`, remembered inputs and then the segment's.
             query_start: how many of them are remembered.
             positions: from `relative_positions`, or None if `past` has enough position keys.
-            mask: from `attention_mask`, `(T, K)`.
+            mask: from `attention_mask`, `(T, K)` or `(B, T, K)`.
             past: keys and values that come before those of `x`.
 
         Returns:
@@ -158,7 +163,8 @@ class RelativeAttention(nn.Module):
         scale = self.head_dim**-0.5
 
         distance_scores = (by_position.flatten(1, 2) * scale) @ position_keys.mT
-        distance_scores = shift_to_keys(distance_scores.view(-1, num_queries, num_keys + 1)) + mask
+        distance_scores = shift_to_keys(distance_scores.view(-1, num_queries, num_keys + 1))
+        distance_scores = (distance_scores.view(-1, batch_size, num_queries, num_keys) + mask).flatten(0, 1)
         scores = torch.baddbmm(distance_scores, by_content.flatten(0, 1) * scale, keys.flatten(0, 1).mT)
         weights = F.dropout(scores.softmax(dim=-1), self.dropatt, self.training)
         attended = weights @ values.flatten(0, 1)

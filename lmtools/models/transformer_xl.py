@@ -73,7 +73,7 @@ class Layer(nn.Module):
             x: `(B, T, d_model)`.
             memory: of the M positions before, in either form, or None for none.
             positions: from `relative_positions`; None if `memory` has enough position keys.
-            mask: from `attention_mask`, `(T, M + T)`.
+            mask: from `attention_mask`, `(T, M + T)` or `(B, T, M + T)`.
             keep_projections: the form of the memory that is returned.
 
         Returns:
@@ -167,9 +167,24 @@ class TransformerXL(nn.Module):
         return nll, memories
 
     def features(
-        self, tokens: Tensor, memories: Sequence[LayerMemory] | None = None, *, keep_projections: bool = False
+        self,
+        tokens: Tensor,
+        memories: Sequence[LayerMemory] | None = None,
+        *,
+        keep_projections: bool = False,
+        window: int | None = None,
+        num_remembered: Tensor | None = None,
     ) -> tuple[Tensor, list[LayerMemory]]:
-        """Everything but the softmax; arguments as `forward`.
+        """Everything but the softmax.
+
+        Args:
+            tokens: as in `forward`.
+            memories: likewise.
+            keep_projections: likewise.
+            window: how many positions each one sees at most, its own and the last before it, however the tokens are cut
+                into segments; None for what `same_length` says.
+            num_remembered: int64 `(B,)`, how many of the last positions of the memory are a row's own; those before are
+                padding, and are not seen. None for all.
 
         Returns:
             `(B, T, d_model)`, and the memory for the next segment.
@@ -181,7 +196,9 @@ class TransformerXL(nn.Module):
         x: Tensor = self.dropout(self.embed_tokens(tokens))
         num_queries = tokens.shape[1]
         num_keys = num_queries + _length(memory)
-        mask = attention_mask(num_queries, num_keys, config.mem_len if config.same_length else None, x)
+        if window is None and config.same_length:
+            window = config.mem_len
+        mask = attention_mask(num_queries, num_keys, window, x, num_remembered)
         num_known = len(memory.position_keys) if isinstance(memory, KeyValueMemory) else 0
         positions = None
         if num_keys + 1 > num_known:

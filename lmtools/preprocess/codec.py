@@ -6,7 +6,7 @@ Files go through `bpe.py` and `binarize.py`; a line gives the same indices here,
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -44,15 +44,26 @@ class Codec(Protocol):
 class WordCodec:
     """Text whose words, between white space, are the dictionary's."""
 
-    def __init__(self, dictionary: Dictionary) -> None:
+    def __init__(self, dictionary: Dictionary, *, on_unknown: Callable[[str], None] | None = None) -> None:
+        """Words of a dictionary.
+
+        Args:
+            dictionary: which words there are.
+            on_unknown: called with each other word, which is then read as `<unk>`; without it such a word is refused.
+        """
         self._dictionary = dictionary
+        self._on_unknown = on_unknown
         self.known = [index for index, word in enumerate(dictionary.symbols) if not _UNWORDED.fullmatch(word)]
 
     def encode(self, text: str) -> list[int]:
         """See `Codec`."""
         words = text.split()
         for word in words:
-            if word not in self._dictionary:
+            if word in self._dictionary:
+                continue
+            if self._on_unknown is not None:
+                self._on_unknown(word)
+            else:
                 raise DataError(f"the word {word!r} is not in the dictionary; take another, or write <unk> for it")
         return [self._dictionary.index(word) for word in words]
 

@@ -100,6 +100,13 @@ def test_prompts_of_a_file(lmtools, mp4, tmp_path):
     assert ran.out == lmtools(*mp4, "--prompt", "and", "--prompt", "= and").out
 
 
+def test_words_that_the_dictionary_has_not(lmtools, mp4):
+    ran = lmtools(*mp4, "--prompt", "= and", "--prompt", "= zebra and gnu zebra")
+    assert ran.code == 0
+    assert ran.err == "prompt 2: not in the dictionary, and read as <unk>: 'zebra', 'gnu'\n"
+    assert ran.out == lmtools(*mp4, "--prompt", "= and", "--prompt", "= <unk> and <unk> <unk>").out
+
+
 def test_at_the_models_maximum_it_says_so(lmtools, mp4):
     """The model was made for 32 tokens: </s> and 31 of the prompt. The new one is not read."""
     ran = lmtools(*mp4, "--prompt", "= and " * 15 + "@", "--json")
@@ -208,8 +215,8 @@ REFUSED = {
     "no prompt": ([], 2, "give --prompt TEXT or --prompts FILE, one of them"),
     "both": (["--prompt", "and", "--prompts", "x"], 2, "give --prompt TEXT or --prompts FILE, one of them"),
     "an empty one": (["--prompt", "and", "--prompt", " "], 1, "prompt 2: is empty; a prompt has at least one word"),
-    "an unknown word": (["--prompt", "zebra"], 1, "prompt 1: the word 'zebra' is not in the dictionary; take another"),
     "a long one": (["--prompt", "and " * 32], 2, "prompt 1: has 33 tokens, expected 1 to 32, which the model was made"),
+    "a memory": (["--prompt", "and", "--mem-len", 9], 2, "--mem-len: is of a Transformer-XL, and the checkpoint holds"),
     "a missing file": (["--prompts", "nowhere"], 1, "nowhere: no such file"),
     "no token": (["--prompt", "and", "--top-p", "0"], 2, "--top-p 0: leaves no token"),
     "greedy top-k": (["--prompt", "and", "--top-k", "3", "--temperature", "0"], 2, "--temperature 0 with --top-k"),

@@ -20,6 +20,7 @@ def slow_beam_search(model, prompt, bounds: Limits, beam: int, lenpen: float) ->
     """Tokens and value of the best hypothesis."""
     live: list[tuple[list[int], float]] = [([], 0.0)]
     ended: list[tuple[list[int], float]] = []
+    assert bounds.max_positions is not None
     longest = min(bounds.max_new_tokens, bounds.max_positions - len(prompt) + 1)
     for _ in range(longest):
         extensions = []
@@ -38,7 +39,7 @@ def slow_beam_search(model, prompt, bounds: Limits, beam: int, lenpen: float) ->
 
 @pytest.mark.parametrize("lenpen", [1.0, 0.0, 2.0])
 @pytest.mark.parametrize("beam", [2, 5])
-@pytest.mark.parametrize("name", ["mp4", "plain"])
+@pytest.mark.parametrize("name", ["mp4", "plain", "txl"])
 def test_it_finds_what_the_slow_search_finds(name, beam, lenpen):
     model, bounds = golden_model(name), limits(max_new_tokens=7)
     for prompt in some_prompts(4):
@@ -48,8 +49,9 @@ def test_it_finds_what_the_slow_search_finds(name, beam, lenpen):
         assert value(found, lenpen) == pytest.approx(expected, abs=1e-10)
 
 
-def test_a_beam_of_all_beginnings_finds_the_best_of_all():
-    model, prompt = golden_model("mp4"), some_prompts(1)[0]
+@pytest.mark.parametrize("name", ["mp4", "txl, short"])
+def test_a_beam_of_all_beginnings_finds_the_best_of_all(name):
+    model, prompt = golden_model(name), some_prompts(1)[0]
     bounds = Limits([4, 9, EOS], EOS, 3, 32)
     texts = [(*start, EOS) for length in range(3) for start in itertools.product([4, 9], repeat=length)]
     texts += list(itertools.product([4, 9], repeat=3))
@@ -90,13 +92,14 @@ def test_a_prompt_that_cannot_be_read_is_refused():
         beam_search(golden_model("mp4"), [EOS] * 33, ALONE, limits(), beam=3)
 
 
-def on_a_mesh(tp: int) -> list[Continuation]:
+def on_a_mesh(tp: int, name: str) -> list[Continuation]:
     mesh = make_mesh(CPU, dp=1, tp=tp)
-    model = golden_model("mp4", mesh, torch.float32)
+    model = golden_model(name, mesh, torch.float32)
     return [beam_search(model, prompt, mesh, limits(10), beam=4) for prompt in some_prompts(3)]
 
 
-def test_any_mesh_finds_what_one_device_finds():
-    expected = on_a_mesh(1)
-    for of_rank in run_ranks(2, on_a_mesh, 2):
+@pytest.mark.parametrize("name", ["mp4", "txl"])
+def test_any_mesh_finds_what_one_device_finds(name):
+    expected = on_a_mesh(1, name)
+    for of_rank in run_ranks(2, on_a_mesh, 2, name):
         assert [found.tokens for found in of_rank] == [found.tokens for found in expected]

@@ -9,7 +9,7 @@ from lmtools.errors import ConfigError, DataError
 from lmtools.generate.decode import Continuation, Limits, continue_prompts
 from lmtools.generate.sampling import Sampling, choose
 from lmtools.parallel.mesh import make_mesh
-from tests.generate.models import ALLOWED, ALONE, CPU, EOS, golden_model, limits, slow_log_probs, some_prompts
+from tests.generate.models import ALLOWED, ALONE, CPU, EOS, MEMORIES, golden_model, limits, slow_log_probs, some_prompts
 from tests.support.ranks import run_ranks
 
 SAMPLINGS = {
@@ -47,7 +47,7 @@ def assert_same(found: list[Continuation], expected: list[Continuation], toleran
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("name", ["mp4", "plain", "mp2_2020"])
+@pytest.mark.parametrize("name", ["mp4", "plain", "mp2_2020", "txl"])
 def test_with_a_cache_and_in_a_batch_as_without_and_one_by_one(name, sampling):
     """Prompts of 1 to 12 tokens, which end at different times."""
     model, prompts, bounds = golden_model(name), some_prompts(9), limits(max_new_tokens=12)
@@ -59,17 +59,31 @@ def test_with_a_cache_and_in_a_batch_as_without_and_one_by_one(name, sampling):
         assert_same(alone, [expected[number]])
 
 
-def on_a_mesh(tp: int) -> list[list[Continuation]]:
+@pytest.mark.parametrize("name", [name for name in MEMORIES if name != "txl"])
+def test_more_or_less_memory(name):
+    model, prompts, bounds = golden_model(name), some_prompts(6), limits(max_new_tokens=8)
+    expected = [slowly(model, prompt, bounds, Sampling(1.2), number) for number, prompt in enumerate(prompts)]
+    assert_same(continue_prompts(model, prompts, ALONE, bounds, Sampling(1.2)), expected)
+
+
+def test_a_memory_has_no_maximum():
+    model, prompt = golden_model("txl"), [EOS, *range(4, 50)]
+    [found] = continue_prompts(model, [prompt], ALONE, Limits([4, 9], EOS, 20, None), Sampling())
+    assert_same([found], [slowly(model, prompt, Limits([4, 9], EOS, 20, None), Sampling(), 0)])
+    assert (len(found.tokens), found.stopped_by) == (20, "max new tokens")
+
+
+def on_a_mesh(tp: int, name: str) -> list[list[Continuation]]:
     mesh = make_mesh(CPU, dp=1, tp=tp)
-    model = golden_model("mp4", mesh, torch.float32)
+    model = golden_model(name, mesh, torch.float32)
     return [continue_prompts(model, some_prompts(6), mesh, limits(12), sampling) for sampling in SAMPLINGS.values()]
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_any_mesh_continues_as_one_device_does(tp):
+@pytest.mark.parametrize(("name", "tp"), [("mp4", 2), ("mp4", 4), ("txl", 2)])
+def test_any_mesh_continues_as_one_device_does(name, tp):
     """Heads and vocabulary are split; every rank has the same text."""
-    expected = on_a_mesh(1)
-    for of_rank in run_ranks(tp, on_a_mesh, tp):
+    expected = on_a_mesh(1, name)
+    for of_rank in run_ranks(tp, on_a_mesh, tp, name):
         for found, alone in zip(of_rank, expected, strict=True):
             assert_same(found, alone, tolerance=1e-4)
 

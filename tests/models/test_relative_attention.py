@@ -40,3 +40,10 @@ def test_the_mask_lets_a_query_see_up_to_itself_or_a_window():
     assert seen.tolist() == [[True, True, True, True, False], [True, True, True, True, True]]
     seen = attention_mask(2, 5, 3, torch.empty(0)) == 0
     assert seen.tolist() == [[False, True, True, True, False], [False, False, True, True, True]]
+
+
+def test_a_row_does_not_see_what_is_not_its_own():
+    """Four remembered positions, two queries; the second row has only the last of the four."""
+    mask = attention_mask(2, 6, 4, torch.empty(0), torch.tensor([4, 1]))
+    seen = [[[key for key in range(6) if row[key] == 0] for row in of_row] for of_row in mask.tolist()]
+    assert seen == [[[1, 2, 3, 4], [2, 3, 4, 5]], [[3, 4], [3, 4, 5]]]

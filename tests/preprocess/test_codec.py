@@ -73,6 +73,13 @@ def test_what_is_not_in_the_dictionary_is_refused():
         BpeCodec(Dictionary(["65", "220"], [1]), GPT2).encode("b a")
 
 
+def test_unknown_words_may_be_read_as_unk():
+    unknown: list[str] = []
+    codec = WordCodec(Dictionary.load(GOLDEN / "bin" / "dict.txt"), on_unknown=unknown.append)
+    assert codec.encode("and zebra <unk> = gnu") == [4, 3, 3, 5, 3]
+    assert unknown == ["zebra", "gnu"]
+
+
 def test_a_dictionary_of_numbers_is_of_bpe_ids():
     assert is_bpe(WHOLE)
     assert not is_bpe(Dictionary(["65", "the"], [1, 1]))
