@@ -6,7 +6,11 @@ heavy is imported inside the command, so that `lmtools COMMAND --help` and the t
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
@@ -14,7 +18,7 @@ import typer
 from lmtools import __version__
 from lmtools.cli.commands import CommandTable
 from lmtools.errors import LmtoolsError, WorkerError
-from lmtools.parallel.launch import prefix_of_rank, worker
+from lmtools.parallel.launch import is_worker, prefix_of_rank, worker
 
 app = typer.Typer(
     name="lmtools",
@@ -55,10 +59,11 @@ def _options(
 def main() -> NoReturn:
     """Run the command line and exit: 0 done, 1 an LmtoolsError (one line on stderr), 2 wrong usage, 130 Ctrl-C.
 
-    A ConfigError is wrong usage too: options that were understood one by one, and cannot work together.
+    SIGTERM and SIGHUP exit with 143 and 129. A ConfigError is wrong usage too: options that were understood one by one,
+    and cannot work together.
     """
     try:
-        with worker():
+        with worker(), _ended_in_order():
             app(prog_name="lmtools")  # not `python -m lmtools`, for completion
     except LmtoolsError as error:
         if isinstance(error, WorkerError):
@@ -66,3 +71,28 @@ def main() -> NoReturn:
         print(f"lmtools: {prefix_of_rank()}{error}", file=sys.stderr)
         sys.exit(error.exit_code)
     sys.exit(0)
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end a command as Ctrl-C does, by an exception: temporary files go, children are ended.
+
+    A second one ends it at once. What a process was told to ignore (`nohup`) it ignores. Workers keep the default
+    action, which needs no answer from a rank that hangs in a collective; their launcher cleans up.
+    """
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        for handled in before:
+            signal.signal(handled, signal.SIG_DFL)
+        raise SystemExit(128 + number)
+
+    numbers = () if is_worker() else (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -113,12 +113,16 @@ def raw_lines() -> Iterator[str]:
 
 
 def run_commands(commands: str, folder: Path) -> None:
-    """Run lines of `lmtools ...` in a folder, and stop at the first that fails."""
+    """Run lines of `lmtools ...` in a folder, and stop at the first that fails or is told to stop."""
+    from lmtools.recipes.run import passed_on
+
     for line in commands.splitlines():
         print(f"\n$ {line}", flush=True)
-        ran = subprocess.run([sys.executable, "-m", *shlex.split(line)], cwd=folder, check=False)
-        if ran.returncode != 0:
-            raise typer.Exit(ran.returncode)
+        child = subprocess.Popen([sys.executable, "-m", *shlex.split(line)], cwd=folder)
+        with passed_on(child):
+            code = child.wait()
+        if code != 0:
+            raise typer.Exit(code if code > 0 else 128 - code)
 
 
 def agreement(*results: Path) -> str:

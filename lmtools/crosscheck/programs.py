@@ -80,9 +80,16 @@ def run_lmtools(arguments: Sequence[str]) -> None:
 def _run(what: str, command: Sequence[str], stdout: Path | None) -> None:
     # The text is UTF-8, whatever the locale; fairseq opens it as the locale says.
     environment = os.environ | {"PYTHONUTF8": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(command, capture_output=True, env=environment, check=False, stdin=subprocess.DEVNULL)
-    if ran.returncode:
-        said = (ran.stderr or ran.stdout).decode("utf-8", "replace").strip().splitlines() or ["it said nothing"]
-        raise LmtoolsError(f"{what} failed (exit {ran.returncode}): {said[-1].removeprefix('lmtools: ')}")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment) as child:
+        try:
+            out, errors = child.communicate()
+        except BaseException:  # told to end; `subprocess.run` would not wait after Ctrl-C, and the folder goes next
+            child.kill()
+            child.wait()
+            raise
+    if child.returncode:
+        said = (errors or out).decode("utf-8", "replace").strip().splitlines() or ["it said nothing"]
+        raise LmtoolsError(f"{what} failed (exit {child.returncode}): {said[-1].removeprefix('lmtools: ')}")
     if stdout is not None:
-        stdout.write_bytes(ran.stdout)
+        stdout.write_bytes(out)

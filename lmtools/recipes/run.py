@@ -112,7 +112,7 @@ def _run_command(step: Step, workdir: Path) -> int:
     out = sys.stderr.fileno() if step.stdout is None else subprocess.PIPE
     command = [sys.executable, "-m", "lmtools", *step.argv]
     child = subprocess.Popen(command, cwd=workdir, stdin=subprocess.DEVNULL, stdout=out)
-    with _passed_on(child):
+    with passed_on(child):
         content = child.communicate()[0]
     if child.returncode == 0 and step.stdout is not None:
         with atomic_write(workdir / step.stdout) as stream:
@@ -121,7 +121,7 @@ def _run_command(step: Step, workdir: Path) -> int:
 
 
 @contextmanager
-def _passed_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
+def passed_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
     """While the block lasts the command ends before this process does, and can put its work in order.
 
     A terminal's Ctrl-C reaches both; SIGTERM, which does not, is passed on.

@@ -140,9 +140,9 @@ def is_encoding(output: Path) -> bool:
     return any(part.stat().st_size > 0 for part in output.parent.glob(".ids.*.tmp/*"))
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(("signal_number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_run_that_is_ended_leaves_the_old_output_and_no_process(
-    start_lmtools: Start, long_text: Path, signal_number: signal.Signals
+    start_lmtools: Start, long_text: Path, signal_number: signal.Signals, code: int
 ) -> None:
     output = long_text.with_name("ids")
     output.write_bytes(b"old\n")
@@ -150,10 +150,10 @@ def test_a_run_that_is_ended_leaves_the_old_output_and_no_process(
         wait_until(lambda: is_encoding(output))
         process.send_signal(signal_number)
         _, err = process.communicate(timeout=30)
-        assert process.returncode == (-signal.SIGKILL if signal_number == signal.SIGKILL else 130)
+        assert process.returncode == code
     assert output.read_bytes() == b"old\n"
     wait_until(lambda: group_members(process.pid) == [])
-    if signal_number == signal.SIGINT:
+    if signal_number != signal.SIGKILL:
         assert b"Traceback" not in err
         assert sorted(path.name for path in output.parent.iterdir()) == ["ids", "text"]
 

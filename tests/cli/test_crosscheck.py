@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 
@@ -39,3 +42,25 @@ def test_program_of_fairseq_that_fails_says_its_last_line(lmtools, golden, tmp_p
     ran = lmtools(*command, "--fairseq-python", python)
     assert ran.code == 1
     assert ran.err.splitlines()[-1] == "lmtools: fairseq's detok failed (exit 5): no such module"
+
+
+@pytest.mark.parametrize(("name", "code"), [("TERM", 143), ("INT", 130)])
+def test_told_to_end_it_leaves_no_folder_and_no_program(lmtools, golden, tmp_path, monkeypatch, name, code):
+    """While fairseq's detok is at work: what was copied and merged may be as large as the checkpoint."""
+    python, pid, scratch = (tmp_path / name for name in ("python", "pid", "scratch"))
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    work = f"echo $$ > {pid}; ls {scratch} > {tmp_path}/seen; kill -{name} $PPID; exec sleep 60"
+    python.write_text(f"#!/bin/sh\n[ $1 = -c ] && echo '{{}}' || {{ {work}; }}\n")
+    python.chmod(0o755)
+    command = ["crosscheck", golden / "bin", "--path", golden / "mp4", "--raw", golden / "train.txt"]
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nobody handles it"))
+    try:
+        ran = lmtools(*command, "--fairseq-python", python)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (ran.code, ran.out) == (code, "")
+    assert (tmp_path / "seen").read_text().startswith("lmtools-crosscheck-")
+    assert list(scratch.iterdir()) == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)

@@ -6,9 +6,12 @@ import errno
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import pytest
@@ -185,6 +188,53 @@ def test_ctrl_c_exits_130(run, monkeypatch):
     ran = run()
     assert (ran.code, ran.out) == (130, "")
     assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_being_told_to_end_leaves_no_temporary_file(run, monkeypatch, tmp_path, number, code):
+    """Blocks are left as by Ctrl-C; a second signal ends at once; what was before is there again afterwards."""
+    actions = []
+
+    def command(**_: object) -> None:
+        with TemporaryDirectory(dir=tmp_path):
+            try:
+                os.kill(os.getpid(), number)
+                time.sleep(60)
+            finally:
+                actions.append(signal.getsignal(number))
+
+    monkeypatch.setattr("lmtools.cli.app", command)
+
+    def nobody_handles_it(*_: object) -> None:
+        pytest.fail("no handler")
+
+    before = signal.signal(number, nobody_handles_it)
+    try:
+        assert run() == Ran(code, "", "")
+        assert signal.getsignal(number) is nobody_handles_it
+    finally:
+        signal.signal(number, before)
+    assert list(tmp_path.iterdir()) == []
+    assert actions == [signal.SIG_DFL]
+
+
+def test_what_a_process_was_told_to_ignore_it_ignores(run, monkeypatch):
+    """As under `nohup`; and a worker ends at SIGTERM without being asked."""
+    actions = []
+    monkeypatch.setattr("lmtools.cli.app", lambda **_: actions.append([signal.getsignal(number) for number in ended]))
+    monkeypatch.setattr("os._exit", sys.exit)
+    ended = (signal.SIGTERM, signal.SIGHUP)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run()
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+            monkeypatch.setenv(name, value)
+        run()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert [hup for _, hup in actions] == [signal.SIG_IGN] * 2
+    assert callable(actions[0][0])
+    assert actions[1][0] is signal.getsignal(signal.SIGTERM)
 
 
 def test_a_reader_that_stops_reading_is_no_error():

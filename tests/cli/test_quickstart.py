@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -98,3 +101,29 @@ def test_stops_at_the_first_command_that_fails(capfd, tmp_path):
         run_commands("lmtools renorm-ppl --nonsense\nlmtools --version\n", tmp_path)
     assert caught.value.exit_code == 2
     assert capfd.readouterr().out == "\n$ lmtools renorm-ppl --nonsense\n"
+
+
+def test_told_to_end_it_ends_its_command_first(tmp_path):
+    """The command cleans up, and is gone when the quickstart is."""
+    os.mkfifo(tmp_path / "a.raw")
+    running = subprocess.Popen(
+        [sys.executable, "-c", RUN_ONE, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with open(tmp_path / "a.raw", "wb", buffering=0) as pipe:  # as soon as the command has it open
+        pipe.write(b"begun\n")
+        running.send_signal(signal.SIGTERM)
+        out, err = running.communicate(timeout=60)
+        with pytest.raises(BrokenPipeError):
+            pipe.write(b"nobody reads\n")
+    assert (running.returncode, out, err) == (143, "\n$ lmtools detok a.raw b\n", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.raw"]
+
+
+RUN_ONE = """
+import pathlib, typer, lmtools.cli as cli
+from lmtools.cli.quickstart import run_commands
+run = typer.Typer()
+run.command()(lambda folder: run_commands("lmtools detok a.raw b\\nlmtools --version", pathlib.Path(folder)))
+cli.app = run
+cli.main()
+"""
