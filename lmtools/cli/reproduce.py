@@ -12,12 +12,14 @@ import typer
 
 from lmtools.cli.options import JsonOption, print_json, say
 from lmtools.errors import LmtoolsError
-from lmtools.files import atomic_write_text, disk_errors
+from lmtools.files import atomic_write_text, disk_errors, open_binary
 
 if TYPE_CHECKING:
     from lmtools.recipes.recipe import Recipe, Step
 
 Value = int | float | str
+
+_NUM_TOKENS = "num_tokens"
 
 
 def reproduce(
@@ -55,7 +57,7 @@ def reproduce(
     """
     from lmtools.recipes.outcome import as_json as rows_as_json
     from lmtools.recipes.outcome import compare, table
-    from lmtools.recipes.recipe import find_recipe, read_recipe, results_of, steps_of
+    from lmtools.recipes.recipe import find_recipe, known_values, read_recipe, results_of, steps_of
     from lmtools.recipes.run import run_steps
 
     file = find_recipe(recipe)
@@ -71,6 +73,8 @@ def reproduce(
             given[name] = os.path.abspath(path)  # stages run in another folder
     if mp is not None:
         given["mp"] = mp
+    if dry_run and raw is not None and _NUM_TOKENS in known_values(content):
+        given.setdefault(_NUM_TOKENS, _about_num_tokens(os.path.abspath(raw)))
     steps = steps_of(content, given, splits=content.splits[:1] if raw else None)
     workdir = workdir or Path(file.stem)
     if dry_run:
@@ -105,6 +109,13 @@ def _assignment(text: str) -> tuple[str, Value]:
     if not equals or not name:
         raise typer.BadParameter(f"expected NAME=VALUE, found {text!r}", param_hint="--set")
     return name, value
+
+
+def _about_num_tokens(raw: str) -> int:
+    """How many tokens a raw text may have as GPT-2 BPE, with ends of sentences: as many a byte as WikiText-103's."""
+    with open_binary(raw) as stream:
+        num_bytes = sum(map(len, iter(lambda: stream.read(1 << 20), b"")))
+    return max(1, round(num_bytes * 270_847 / 1_290_590))
 
 
 def _show_plan(recipe: Recipe, steps: list[Step], workdir: Path, *, as_json: bool) -> None:

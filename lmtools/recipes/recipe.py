@@ -58,6 +58,7 @@ class Recipe(BaseModel):
     source: str | None = None
     splits: list[str]
     values: dict[str, int | float | str]
+    values_of: dict[str, dict[str, int | float | str]] = {}
     stages: list[Stage]
     results: list[Result]
 
@@ -122,14 +123,22 @@ def read_recipe(path: Path) -> Recipe:
         recipe = Recipe.model_validate(read_toml(path))
     except ValidationError as error:
         raise ConfigError(f"{path}: {_first_fault(error)}") from error
+    for split in recipe.values_of:
+        if split not in recipe.splits:
+            raise ConfigError(f"{path}: values_of.{split}: splits are {', '.join(recipe.splits)}")
     for stage in recipe.stages:
         for command in (stage.run, stage.plan):
             if command is not None and shlex.split(command)[:1] != ["lmtools"]:
                 raise ConfigError(f"{path}: stage {stage.name}: expected `lmtools ...`, found {command!r}")
         for condition in (stage.when, stage.unless):
-            if condition is not None and condition not in recipe.values:
+            if condition is not None and condition not in known_values(recipe):
                 raise ConfigError(f"{path}: stage {stage.name}: {condition!r} is not one of its values")
     return recipe
+
+
+def known_values(recipe: Recipe) -> list[str]:
+    """Names that may be given: of all values, those of single splits among them."""
+    return list(dict.fromkeys([*recipe.values, *(name for own in recipe.values_of.values() for name in own)]))
 
 
 def _first_fault(error: ValidationError) -> str:
@@ -150,15 +159,15 @@ def steps_of(
 
     Args:
         recipe: from `read_recipe`.
-        given: values that the user gave, in place of the recipe's.
+        given: values that the user gave, in place of the recipe's, those of single splits included.
         splits: which of its splits; None is all.
 
     Raises:
         ConfigError: a name that has no value, or a value that the recipe does not use.
     """
     for name in given:
-        if name not in recipe.values:
-            nearest = difflib.get_close_matches(name, list(recipe.values), n=1, cutoff=0.0)
+        if name not in known_values(recipe):
+            nearest = difflib.get_close_matches(name, known_values(recipe), n=1, cutoff=0.0)
             raise ConfigError(f"{name}: is not a value of the recipe; nearest is {nearest[0] if nearest else 'none'}")
     values = {**recipe.values, **given}
     steps = []
@@ -167,7 +176,8 @@ def steps_of(
             continue
         texts = [stage.run, stage.stdout or "", *stage.makes, *stage.reads]
         if any(_mentions_split(text, values) for text in texts):
-            steps += [_fill_stage(stage, values, split) for split in splits or recipe.splits]
+            for split in splits or recipe.splits:
+                steps.append(_fill_stage(stage, {**values, **recipe.values_of.get(split, {}), **given}, split))
         else:
             steps.append(_fill_stage(stage, values, None))
     return steps

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -54,6 +56,49 @@ def test_transformer_xl_from_a_checkpoint(lmtools, golden, tmp_path):
     assert obtained["test: perplexity, as fairseq counts"] == pytest.approx(published["perplexity"], rel=1e-5)
     assert obtained["test: scored tokens, as fairseq counts"] == published["count"]
     assert obtained["test: scored tokens"] == 5184
+
+
+@pytest.mark.slow
+def test_transformer_xl_trained_first(lmtools, golden, tmp_path):
+    """A copy of the recipe with a small model and few updates: text, dictionary, two replicas, the table; once."""
+    work, recipe = tmp_path / "work", tmp_path / "my.toml"
+    (work / "wikitext-103").mkdir(parents=True)
+    for split in ("train", "valid"):
+        (work / "wikitext-103" / f"wiki.{split}.tokens").write_bytes((golden / "test.txt").read_bytes())
+    assert lmtools("reproduce", "transformer-xl", "--copy", recipe).code == 0
+    text = recipe.read_text()
+    for old, new in {
+        "--tokens-per-sample 150 --batch-size 15": "--tokens-per-sample 16 --batch-size 2",
+        "--max-update 200000": "--max-update 60",
+        "--n-layer 16 --d-model 410 --n-head 10 --d-head 41 --d-inner 2100": "--n-layer 1 --d-model 16 --n-head 2 "
+        "--d-head 8 --d-inner 32",
+        "--mem-len 150": "--mem-len 16",
+        "--lr 0.00025": "--lr 0.01",
+    }.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    recipe.write_text(text)
+    command = ["reproduce", recipe, "--workdir", work, "--raw", golden / "test.txt", "--set=dp=2", "--set=workers=1"]
+    command += ["--set=tokens_per_sample=8", "--set=mem_len=32", "--set=clamp_len=20", "--json"]
+
+    ran = lmtools(*command)
+
+    assert ran.code == 0, ran.err
+    obtained = {row["what"]: row["obtained"] for row in json.loads(ran.out)["results"]}
+    assert obtained["test: scored tokens, as fairseq counts"] == 5184 // 8 * 7
+    assert obtained["test: scored tokens"] == 5184
+    best = json.loads((work / "checkpoints" / "checkpoint_best" / "lmtools.json").read_text())
+    lines = (work / "checkpoints" / "metrics.jsonl").read_text().splitlines()
+    updates = [line for line in map(json.loads, lines) if line["kind"] == "update"]
+    assert (len(updates), updates[-1]["num_updates"]) == (60, 60)
+    # The text is the validation's, and the longer memory changes little: much better than a guess among 144 types.
+    perplexity = obtained["test: perplexity of every token"]
+    assert perplexity == pytest.approx(2 ** best["progress"]["best_loss"], rel=0.1)
+    assert perplexity < 100
+
+    again = lmtools(*command)
+    assert [stage["status"] for stage in json.loads(again.out)["stages"]] == ["ran", "ran", "unchanged", "unchanged"]
+    assert len((work / "checkpoints" / "metrics.jsonl").read_text().splitlines()) == len(lines)
 
 
 RECIPE = """
@@ -147,7 +192,9 @@ def test_dry_run_writes_nothing(lmtools, own, tmp_path):
         "[1/12] text: to do, 192.0 MB to download, 540.0 MB on the disk\n$ lmtools download wikitext-103-raw\n"
         in ran.out
     )
-    assert ran.out.count(" of memory on each rank, ") == ran.out.count(" hours\n") == 2
+    assert ran.out.count(" of memory on each rank, ") == 2
+    hours = [float(hours) for hours in re.findall(r", (\S+) hours$", ran.out, flags=re.MULTILINE)]
+    assert hours[1] / hours[0] == pytest.approx(237_000 / 270_847, rel=0.1)  # they have two digits
     assert ran.out.count("$ lmtools eval wikitext103-bin --path megatron_11b --gen-subset ") == 2
 
     for name in ("a.detok", "a.json"):
@@ -155,6 +202,20 @@ def test_dry_run_writes_nothing(lmtools, own, tmp_path):
     document = json.loads(lmtools(*own, "--dry-run", "--json").out)
     assert [stage["outputs_there"] for stage in document["stages"]] == [True, False]
     assert document["disk_bytes"] == 10
+
+
+@pytest.mark.parametrize(("given", "num_tokens"), [([], 10_000), (["--set", "num_tokens=7"], 7)])
+def test_hours_of_a_text_of_ones_own_are_by_its_size(lmtools, tmp_path, monkeypatch, given, num_tokens):
+    """As many tokens a byte as WikiText-103's test set has, also of a compressed text."""
+    with gzip.open(tmp_path / "my.raw.gz", "wb") as raw:
+        raw.write(b"x" * round(10_000 * 1_290_590 / 270_847))
+    plans = []
+    nothing = {"download_bytes": None, "disk_bytes": None, "memory_bytes": None, "hours": None}
+    monkeypatch.setattr("lmtools.recipes.needs.needs_of", lambda step: plans.append(step.plan) or nothing)
+    ran = lmtools("reproduce", "megatron-11b", "--dry-run", "--raw", tmp_path / "my.raw.gz", *given)
+    assert ran.code == 0, ran.err
+    [plan] = filter(None, plans)
+    assert plan[plan.index("--num-tokens") + 1] == str(num_tokens)
 
 
 def test_copied_recipe_is_one_to_run(lmtools, tmp_path):

@@ -97,6 +97,21 @@ def test_names_without_a_value_are_refused(written):
         steps_of(read_recipe(written(SMALL)), {"mq": 3})
 
 
+def test_a_split_may_have_values_of_its_own(written):
+    """They come before the others and after what the user gives; hours of an evaluation are by its split's tokens."""
+    recipe = read_recipe(written(SMALL.replace("[[stages]]", "[values_of.valid]\nmp = 4\nd = 2\n[[stages]]", 1)))
+    assert [step.argv[2] for step in steps_of(recipe, {})[1:]] == ["test 8.detok", "valid 4.detok"]
+    assert [step.argv[2] for step in steps_of(recipe, {"mp": 1})[1:3]] == ["test 1.detok", "valid 1.detok"]
+    with pytest.raises(ConfigError, match="e: is not a value of the recipe; nearest is "):
+        steps_of(recipe, {"e": 1})
+    path = written(SMALL.replace("[[stages]]", "[values_of.train]\nmp = 4\n[[stages]]", 1))
+    with pytest.raises(ConfigError, match=r"my.toml: values_of.train: splits are test, valid$"):
+        read_recipe(path)
+
+    plans = [step.plan for step in steps_of(read_recipe(find_recipe("megatron-11b")), {}) if step.plan]
+    assert [plan[plan.index("--num-tokens") + 1] for plan in plans] == ["270847", "237000"]
+
+
 def test_unknown_recipe_names_the_nearest():
     with pytest.raises(ConfigError, match="megatron-11: is not a recipe; did you mean megatron-11b"):
         find_recipe("megatron-11")
