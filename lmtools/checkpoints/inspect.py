@@ -25,6 +25,7 @@ from lmtools.checkpoints.safetensors import find_manifest, open_safetensors, rea
 from lmtools.checkpoints.safetensors_files import read_safetensors
 from lmtools.checkpoints.training import RECORD_NAME, is_training_checkpoint
 from lmtools.checkpoints.training_read import TrainingCheckpoint, open_training
+from lmtools.checkpoints.transformer_xl import open_transformer_xl
 from lmtools.checkpoints.unpickle import plain, read_torch_file
 from lmtools.data.inspect import (
     files_of_split,
@@ -60,7 +61,9 @@ def _inspect(path: Path) -> tuple[Description, list[Path]]:
     if find_manifest(path) is not None:
         return _safetensors_set(path)
     if is_huggingface(path):
-        return _described(open_huggingface(path), {"kind": "checkpoint of transformers"})
+        return _of_transformers(path)
+    if path.name == "pytorch_model.bin" and is_huggingface(path.parent):
+        return _of_transformers(path.parent)
     if path.is_dir():
         return _folder(path)
     if path.suffix == ".pt" or not path.exists():
@@ -118,8 +121,13 @@ def _safetensors_set(path: Path) -> tuple[Description, list[Path]]:
         return facts | {"problems": [str(error)]}, [file for file in files if file.is_file()]
 
 
+def _of_transformers(folder: Path) -> tuple[Description, list[Path]]:
+    checkpoint = open_transformer_xl(folder) or open_huggingface(folder)
+    return _described(checkpoint, {"kind": "checkpoint of transformers"})
+
+
 def _fairseq(path: Path) -> tuple[Description, list[Path]]:
-    """fairseq's files, Transformer-XL's among them: each part by itself, then all together."""
+    """fairseq's files, and the original Transformer-XL's: each part by itself, then all together."""
     paths = parts_found(path)
     if not paths:
         raise DataError(f"{path}: no such file or folder, and no part checkpoint of that stem")
@@ -138,19 +146,24 @@ def _fairseq(path: Path) -> tuple[Description, list[Path]]:
         return facts | {"problems": problems}, paths
     first, content = next(iter(contents.items()))
     facts["container"] = read_torch_file(first).format
-    if not isinstance(content.get("model"), Mapping):
-        tensors = {str(name): value for name, value in content.items() if isinstance(value, LazyTensor)}
-        return facts | {"entries": [str(name) for name in content], **_tensors(tensors), "problems": problems}, paths
-    facts |= {"kind": "fairseq checkpoint", **_fairseq_facts(content, first, paths)}
-    is_transformer_xl = any(".dec_attn." in str(name) for name in content["model"])
-    if is_transformer_xl:
-        facts["kind"] = "fairseq checkpoint of a Transformer-XL"
-    elif not problems:
-        try:
-            return _described(open_fairseq(path), facts)
-        except CheckpointError as error:
-            problems.append(str(error))
-    tensors = {str(name): value for name, value in content["model"].items() if isinstance(value, LazyTensor)}
+    is_fairseqs = isinstance(content.get("model"), Mapping)
+    if is_fairseqs:
+        facts |= {"kind": "fairseq checkpoint", **_fairseq_facts(content, first, paths)}
+    try:
+        if not problems:
+            transformer_xl = open_transformer_xl(path)
+            if transformer_xl is not None:
+                kind = "fairseq checkpoint" if is_fairseqs else "the original's state dict"
+                facts |= {"kind": f"{kind} of a Transformer-XL", "tokens_per_sample": transformer_xl.tokens_per_sample}
+                return _described(transformer_xl, facts)
+            if is_fairseqs:
+                return _described(open_fairseq(path), facts)
+    except CheckpointError as error:
+        problems.append(str(error))
+    if not is_fairseqs:
+        facts["entries"] = [str(name) for name in content]
+    held = content["model"] if is_fairseqs else content
+    tensors = {str(name): value for name, value in held.items() if isinstance(value, LazyTensor)}
     return facts | {**_tensors(tensors), "problems": problems}, paths
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from lmtools.checkpoints.reshard import reshard
 from tests.cli.conftest import Lmtools
 from tests.support.ranks import run_ranks
 from tests.support.training import train_a_leg
+from tests.support.transformer_xl_states import config_of, huggingface_state, original_state
 
 
 def inspected(lmtools: Lmtools, path: Path, code: int = 0) -> dict[str, Any]:
@@ -56,8 +58,40 @@ def test_a_checkpoint_of_2020(lmtools, golden):
 def test_a_transformer_xl(lmtools, golden):
     found = inspected(lmtools, golden / "txl" / "checkpoint_last.pt")
     assert found["kind"] == "fairseq checkpoint of a Transformer-XL"
-    assert (found["arch"], found["num_updates"]) == ("transformer_xl", 900)
-    assert names_of(found["tensors"])["decoder.model.crit.cluster_weight"] == [2, 24]
+    assert (found["arch"], found["num_updates"], found["tokens_per_sample"]) == ("transformer_xl", 900, 16)
+    assert (found["num_parts"], found["model"]["mem_len"], found["model"]["cutoffs"]) == (1, 16, [40, 80])
+    assert names_of(found["tensors"])["embed_tokens.clusters.2.weight"] == [64, 6]
+    tied = [[40, 24], [40, 12], [64, 6]]
+    assert found["num_parameters"] == sum(math.prod(shape) for shape in names_of(found["tensors"]).values())
+    assert [shape for shape in names_of(found["tensors"]).values() if shape in tied] == tied, "once, though it is tied"
+
+
+@pytest.mark.parametrize("name", ["", "pytorch_model.bin", "original.pt"])
+def test_transformer_xls_of_other_programs(lmtools, tmp_path, name):
+    config = config_of(div_val=2)
+    torch.save(huggingface_state(config), tmp_path / "pytorch_model.bin")
+    torch.save(original_state(config_of(div_val=2, untie_r=False)), tmp_path / "original.pt")
+    fields = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "vocab_size", "div_val", "cutoffs", "untie_r")
+    settings = {field: getattr(config, field) for field in fields}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "transfo-xl", "mem_len": 6, **settings}))
+    found = inspected(lmtools, tmp_path / name)
+    of_original = name == "original.pt"
+    assert found["kind"] == (
+        "the original's state dict of a Transformer-XL" if of_original else "checkpoint of transformers"
+    )
+    assert (found["model"]["mem_len"], found["model"]["untie_r"]) == ((0, False) if of_original else (6, True))
+    assert names_of(found["tensors"])["layers.1.self_attn.r_proj.weight"] == [6, 8]
+    [file] = found["files"]
+    assert file["path"] == (name or "pytorch_model.bin")
+
+
+def test_a_broken_transformer_xl_says_where(lmtools, tmp_path):
+    state = original_state(config_of(div_val=2, untie_r=False))
+    del state["layers.1.pos_ff.CoreNet.3.bias"]
+    torch.save(state, tmp_path / "model.pt")
+    found = inspected(lmtools, tmp_path / "model.pt", code=1)
+    assert "layers.1.pos_ff.CoreNet.3.bias" in found["problems"][0]
+    assert names_of(found["tensors"])["word_emb.emb_layers.0.weight"] == [5, 8]
 
 
 def test_a_safetensors_set_and_one_of_its_files(lmtools, golden, tmp_path):
@@ -78,6 +112,13 @@ def test_a_training_run_and_its_checkpoint(lmtools, tmp_path):
     found = inspected(lmtools, tmp_path / "run" / "checkpoint_last")
     assert (found["kind"], found["num_updates"]) == ("training checkpoint", 2)
     assert found["model"]["decoder_embed_dim"] == 16
+
+
+def test_a_training_checkpoint_of_a_transformer_xl(lmtools, tmp_path):
+    run_ranks(1, train_a_leg, {"arch": "transformer_xl", "save_dir": str(tmp_path), "max_update": 2})
+    found = inspected(lmtools, tmp_path / "checkpoint_last")
+    assert (found["kind"], found["num_updates"], found["model"]["mem_len"]) == ("training checkpoint", 2, 16)
+    assert found["num_parameters"] == sum(math.prod(shape) for shape in names_of(found["tensors"]).values())
 
 
 def test_binarized_data(lmtools, golden):
