@@ -20,8 +20,10 @@ from lmtools.parallel.parallelize import InitializeParameter, parallelize
 from lmtools.parallel.plans import (
     TRANSFORMER_LM,
     TRANSFORMER_LM_SEQUENCE,
+    TRANSFORMER_LM_SHARED_INPUT,
     TRANSFORMER_LM_SPLIT_DROPOUT,
     TRANSFORMER_XL,
+    TRANSFORMER_XL_SHARED_INPUT,
     TRANSFORMER_XL_SPLIT_DROPOUT,
     Plan,
 )
@@ -71,12 +73,13 @@ def split_model(model: Model, mesh: Mesh, *, for_training: bool = False, sequenc
     if mesh.tp_mesh is None:
         return
     if isinstance(model, TransformerXL):
-        parallelize(model, TRANSFORMER_XL, mesh.tp_mesh)
+        parallelize(model, TRANSFORMER_XL, mesh.tp_mesh, shared_input=TRANSFORMER_XL_SHARED_INPUT)
         model.adaptive_softmax.ops = LogitOps(logits.log_normalizer, logits.pick, logits.whole)
         dropout = TRANSFORMER_XL_SPLIT_DROPOUT
     else:
         sequence_plan = TRANSFORMER_LM_SEQUENCE if sequence_parallel else None
-        parallelize(model, TRANSFORMER_LM, mesh.tp_mesh, sequence_plan=sequence_plan)
+        shared_input = TRANSFORMER_LM_SHARED_INPUT
+        parallelize(model, TRANSFORMER_LM, mesh.tp_mesh, shared_input=shared_input, sequence_plan=sequence_plan)
         dropout = (*TRANSFORMER_LM_SPLIT_DROPOUT, *(sequence_plan.dropout if sequence_plan else ()))
     if for_training:
         split_dropout(model, dropout, tp_rank=mesh.tp_rank, device=mesh.device)

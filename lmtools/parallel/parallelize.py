@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.overrides import TorchFunctionMode
 
-from lmtools.parallel.plans import Plan, SequencePlan, Split, matches_any, split_of
+from lmtools.parallel.plans import ModulePatterns, Plan, SequencePlan, Split, matches_any, split_of
 
 ReadSlice = Callable[[str, tuple[slice, ...]], Tensor]
 """Reads part of a whole (unsplit) parameter: its name and one slice for each dimension."""
@@ -52,7 +52,12 @@ class _NoInitialValues(TorchFunctionMode):
 
 
 def parallelize(
-    model: nn.Module, plan: Plan, tp_mesh: DeviceMesh, *, sequence_plan: SequencePlan | None = None
+    model: nn.Module,
+    plan: Plan,
+    tp_mesh: DeviceMesh,
+    *,
+    shared_input: ModulePatterns = (),
+    sequence_plan: SequencePlan | None = None,
 ) -> None:
     """Split a model over the tensor-parallel ranks, in place. Every rank of `tp_mesh` must call it.
 
@@ -62,14 +67,18 @@ def parallelize(
         model: any module whose parameters `plan` names; parameters may be on the meta device.
         plan: the model's table in `lmtools.parallel.plans`.
         tp_mesh: one-dimensional mesh of the tp ranks.
+        shared_input: modules that are given what several column-split layers in them read.
         sequence_plan: split what lies between the split layers along the sequence (Korthikanti et al. 2022); the ranks
             must divide the length of every batch.
     """
     ties = _tied_names(model)
+    # Between the layers an activation is whole on every rank, or each rank has its part of the sequence (dimension 1).
+    between: Placement = Replicate() if sequence_plan is None else Shard(1)
     styles: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            style = _style(name, module, split_of(f"{name}.weight", plan), sequence_plan)
+            within = matches_any(name.rpartition(".")[0], shared_input)
+            style = _style(module, split_of(f"{name}.weight", plan), between, within_shared_input=within)
             if style is not None:
                 styles[name] = style
         elif set(dict(module.named_parameters(recurse=False))) == {"bias"}:
@@ -77,6 +86,8 @@ def parallelize(
                 f"{name}: a bias alone is split with what it is added to"
             )
             styles[name] = _ColumnBias()
+        elif matches_any(name, shared_input):
+            styles[name] = _SharedInput(between)
     parallelize_module(model, tp_mesh, styles)
     if sequence_plan is not None:
         _split_sequence(model, tp_mesh, sequence_plan)
@@ -86,13 +97,12 @@ def parallelize(
             _set_parameter(model, other, model.get_parameter(first))
 
 
-def _style(name: str, module: nn.Module, split: Split, sequence_plan: SequencePlan | None) -> ParallelStyle | None:
-    # Between the layers an activation is whole on every rank, or each rank has its part of the sequence (dimension 1).
-    between: Placement = Replicate() if sequence_plan is None else Shard(1)
-    gathered = sequence_plan is not None and matches_any(name.rpartition(".")[0], sequence_plan.gather)
+def _style(module: nn.Module, split: Split, between: Placement, *, within_shared_input: bool) -> ParallelStyle | None:
     match split:
+        case Split.COLUMN if within_shared_input:
+            return _ColumnOfSharedInput()
         case Split.COLUMN:
-            return ColwiseParallel(input_layouts=Replicate() if gathered else between)
+            return ColwiseParallel(input_layouts=between)
         case Split.ROW:
             return RowwiseParallel(output_layouts=between)
         case Split.VOCABULARY if isinstance(module, nn.Embedding):
@@ -102,6 +112,43 @@ def _style(name: str, module: nn.Module, split: Split, sequence_plan: SequencePl
             return ColwiseParallel(input_layouts=between, use_local_output=False)
         case Split.REPLICATED:
             return None
+
+
+class _SharedInput(ParallelStyle):
+    """For a module whose column-split layers read what it is given: whole within it, as ordinary tensors.
+
+    What comes back as its gradient is each rank's addend of it, which is summed here.
+    """
+
+    def __init__(self, layout: Placement) -> None:
+        super().__init__()
+        self._layout = layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(whole(value) for value in inputs)
+
+        def whole(value: Any) -> Any:
+            is_whole = self._layout == Replicate()
+            if not isinstance(value, Tensor) or (is_whole and not value.requires_grad):
+                return value
+            distributed = DTensor.from_local(value, device_mesh, [self._layout], run_check=False)
+            return distributed.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+        module.register_forward_pre_hook(enter)
+        return module
+
+
+class _ColumnOfSharedInput(ColwiseParallel):
+    """For a column-split layer in a module of a `_SharedInput`: it leaves its addend of the gradient as it is."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_module: nn.Module, inputs: tuple[Tensor]) -> tuple[DTensor]:
+            addend = [Partial()]
+            return (DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False, grad_placements=addend),)
+
+        module.register_forward_pre_hook(enter)  # before the one of ColwiseParallel, which takes a DTensor as it is
+        return super()._apply(module, device_mesh)
 
 
 class _ColumnBias(ParallelStyle):
@@ -123,12 +170,9 @@ class _ColumnBias(ParallelStyle):
 
 def _split_sequence(model: nn.Module, tp_mesh: DeviceMesh, sequence_plan: SequencePlan) -> None:
     cut = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True)
-    gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True)
     styles: dict[str, ParallelStyle] = {sequence_plan.enter: cut}
     for name, _ in model.named_modules():
-        if matches_any(name, sequence_plan.gather):
-            styles[name] = gather
-        elif matches_any(name, sequence_plan.norms):
+        if matches_any(name, sequence_plan.norms):
             styles[name] = SequenceParallel(use_local_output=True)
     parallelize_module(model, tp_mesh, styles)
 

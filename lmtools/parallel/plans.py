@@ -57,6 +57,10 @@ TRANSFORMER_LM: Plan = {
 }
 """`lmtools.models.transformer_lm.TransformerLM`."""
 
+TRANSFORMER_LM_SHARED_INPUT: ModulePatterns = ("layers.*.self_attn",)
+"""Modules all of whose column-split layers read what the module is given: its gradient, of which each layer on each
+rank has an addend, is summed over the ranks once, where the module begins, and not once for each layer."""
+
 TRANSFORMER_LM_SPLIT_DROPOUT: ModulePatterns = ("layers.*.self_attn", "layers.*.activation_dropout")
 """Modules that drop elements of activations of which each tp rank holds its own part."""
 
@@ -78,6 +82,9 @@ TRANSFORMER_XL: Plan = {
 }
 """`lmtools.models.transformer_xl.TransformerXL`."""
 
+TRANSFORMER_XL_SHARED_INPUT: ModulePatterns = ("layers.*.self_attn",)
+"""As `TRANSFORMER_LM_SHARED_INPUT`."""
+
 TRANSFORMER_XL_SPLIT_DROPOUT: ModulePatterns = ("layers.*.self_attn", "layers.*.activation_dropout")
 """As `TRANSFORMER_LM_SPLIT_DROPOUT`."""
 
@@ -86,22 +93,21 @@ TRANSFORMER_XL_SPLIT_DROPOUT: ModulePatterns = ("layers.*.self_attn", "layers.*.
 class SequencePlan:
     """Where, under sequence parallelism, each tp rank holds its own part of the sequence.
 
+    Modules of a shared input need the whole sequence; it is gathered once, for all layers in them.
+
     Attributes:
         enter: the module whose input is cut along the sequence; all that follows is cut.
-        gather: modules that need the whole sequence; their input is gathered once, for all layers in them.
         norms: norms within the cut part.
         dropout: modules that drop elements within the cut part.
     """
 
     enter: str
-    gather: ModulePatterns
     norms: ModulePatterns
     dropout: ModulePatterns
 
 
 TRANSFORMER_LM_SEQUENCE = SequencePlan(
     enter="layers.0",
-    gather=("layers.*.self_attn",),
     norms=("layers.*.self_attn_layer_norm", "layers.*.final_layer_norm", "layer_norm"),
     dropout=("layers.*.dropout",),
 )

@@ -42,12 +42,12 @@ def training_traffic(config: TrainConfig, model: TransformerLMConfig, *, batch_s
 
     Over tp, in each batch, messages of n E s (n tokens of a batch, width E, s bytes of an element), L blocks:
 
-        all-reduce       embedding 1, blocks 2 L, and backward 4 L (q, k, v and fc1) + 1; L more to compute activations
-                         again under `--checkpoint-activations`
+        all-reduce       embedding 1, blocks 2 L, and backward 2 L + 1; L more to compute activations again under
+                         `--checkpoint-activations`
         with --sequence-parallel instead
-        all-reduce       1, and backward 3 L
+        all-reduce       1
         all-gather       2 L + 1, and backward 2 L + 1; 2 L again under `--checkpoint-activations`
-        reduce-scatter   2 L, and backward L + 1; L again
+        reduce-scatter   2 L, and backward 2 L + 1; L again
 
     Over dp, of a tp rank's share of the parameters: with `--zero 0` one all-reduce of the gradients in an update; with
     2 one all-gather of the weights and one reduce-scatter of the gradients in each batch; with 3 two all-gathers.
@@ -80,11 +80,11 @@ def tp_collectives(num_layers: int, *, sequence_parallel: bool, checkpoint_activ
     """How many collectives of whole activations one batch takes, forward and backward; see `training_traffic`."""
     again = num_layers if checkpoint_activations else 0
     if not sequence_parallel:
-        return {"all-reduce": 1 + 2 * num_layers + 4 * num_layers + 1 + again}
+        return {"all-reduce": 2 * (2 * num_layers + 1) + again}
     return {
-        "all-reduce": 1 + 3 * num_layers,
+        "all-reduce": 1,
         "all-gather": 2 * (2 * num_layers + 1) + 2 * again,
-        "reduce-scatter": 2 * num_layers + num_layers + 1 + again,
+        "reduce-scatter": 2 * (2 * num_layers) + 1 + again,
     }
 
 

@@ -13,7 +13,7 @@ from lmtools.models.architectures import transformer_lm
 from lmtools.models.transformer_lm import TransformerLM, initialize_parameter
 from lmtools.parallel.mesh import make_mesh
 from lmtools.parallel.parallelize import local_slices, materialize, parallelize, seeded_values
-from lmtools.parallel.plans import TRANSFORMER_LM, TRANSFORMER_LM_SEQUENCE
+from lmtools.parallel.plans import TRANSFORMER_LM, TRANSFORMER_LM_SEQUENCE, TRANSFORMER_LM_SHARED_INPUT
 from tests.support.ranks import run_ranks
 
 VOCAB_SIZE = 37  # a prime: no number of ranks divides it
@@ -36,7 +36,13 @@ def build(tp_size: int, *, tied: bool, pre_norm: bool, sequence_parallel: bool =
     if tp_size > 1:
         mesh = make_mesh(torch.device("cpu"), dp=1, tp=tp_size).tp_mesh
         assert mesh is not None
-        parallelize(model, TRANSFORMER_LM, mesh, sequence_plan=TRANSFORMER_LM_SEQUENCE if sequence_parallel else None)
+        parallelize(
+            model,
+            TRANSFORMER_LM,
+            mesh,
+            shared_input=TRANSFORMER_LM_SHARED_INPUT,
+            sequence_plan=TRANSFORMER_LM_SEQUENCE if sequence_parallel else None,
+        )
 
     def nonzero_everywhere(name: str, tensor: Tensor, generator: torch.Generator) -> None:
         initialize_parameter(name, tensor, generator)

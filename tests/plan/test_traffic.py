@@ -81,7 +81,7 @@ def test_on_a_ring():
     model = TransformerLMConfig(vocab_size=144, **run.model)
     gradients = num_elements(parameter_shapes(model))
     tp, dp = training_traffic(run.train, model, batch_size=4)
-    count = 3 * (1 + 6 * 3 + 1)
+    count = 3 * (1 + 4 * 3 + 1)
     message = 4 * 32 * 16 * 4
     assert tp == Traffic("all-reduce", "tp", count, count * message, count * message * 2 * 3 // 4)
     assert (dp.kind, dp.axis, dp.count) == ("all-reduce", "dp", 1)
