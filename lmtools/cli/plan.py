@@ -63,6 +63,9 @@ def plan(
     checkpoint_activations: Annotated[
         bool | None, typer.Option("--checkpoint-activations", help="As for `lmtools train`.")
     ] = None,
+    offload_activations: Annotated[
+        bool | None, typer.Option("--offload-activations", help="As for `lmtools train`.")
+    ] = None,
     tokens_per_sample: Annotated[int | None, typer.Option(min=1, help="Tokens of a block or window; 1024.")] = None,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", "--max-sentences", min=1, help="Of one replica; 1, --eval 8.")
@@ -105,6 +108,7 @@ def plan(
         "zero": zero,
         "sequence_parallel": sequence_parallel,
         "checkpoint_activations": checkpoint_activations,
+        "offload_activations": offload_activations,
         "tokens_per_sample": tokens_per_sample,
         "batch_size": batch_size,
         "max_tokens": max_tokens,
@@ -187,6 +191,8 @@ def _training_lines(plan: TrainingPlan, speed: Speed | None) -> list[str]:
     for name in ("weights", "gradients", "optimizer", "activations", "workspace", "gathered"):
         lines.append(f"  {name:20} {_gib(getattr(memory, name))}")
     lines.append(f"  {'total':20} {_gib(memory.total)}")
+    if memory.host:
+        lines.append(f"  {'on the host':20} {_gib(memory.host)}")
     lines.append("sent by a rank in an update")
     lines += [
         f"  {row.axis} {row.kind:17} {_gib(row.sent_bytes)}, {row.count:,} of {_gib(row.message_bytes).strip()} in all"

@@ -17,10 +17,10 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lmtools.models.architectures import ActivationName, TransformerLMConfig
 from lmtools.models.cache import KeyValueCache
+from lmtools.models.recompute import recomputed
 
 PAD_INDEX = 1
 """fairseq's `<pad>`. Positions are counted from PAD_INDEX + 1, so the first token of a window has position 2."""
@@ -150,6 +150,8 @@ class TransformerLM(nn.Module):
 
     checkpoint_activations: bool
     """Keep only each block's input during training and compute the rest again in the backward pass."""
+    offload_activations: bool
+    """Keep that input in the host's memory; only with `checkpoint_activations`."""
 
     def __init__(self, config: TransformerLMConfig) -> None:
         super().__init__()
@@ -172,7 +174,7 @@ class TransformerLM(nn.Module):
             nn.LayerNorm(embed_dim) if config.decoder_normalize_before and not config.no_decoder_final_norm else None
         )
         self.output_projection = nn.Linear(embed_dim, config.vocab_size, bias=False)
-        self.checkpoint_activations = False
+        self.checkpoint_activations = self.offload_activations = False
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -212,7 +214,7 @@ class TransformerLM(nn.Module):
         for index, layer in enumerate(self.layers):
             query_start = score_from if index == last else 0
             if self.checkpoint_activations and self.training:
-                x = checkpoint(layer, x, query_start=query_start, use_reentrant=False)
+                x = recomputed(partial(layer, query_start=query_start), x, offload=self.offload_activations)
             else:
                 extend = None if cache is None else partial(cache.extend, index)
                 x = layer(x, query_start=query_start, extend=extend)

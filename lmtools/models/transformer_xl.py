@@ -14,15 +14,16 @@ the width that its projections return.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lmtools.models.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from lmtools.models.architectures import TransformerXLConfig
+from lmtools.models.recompute import on_host, recomputed
 from lmtools.models.relative_attention import (
     KeyValueMemory,
     RelativeAttention,
@@ -80,7 +81,9 @@ class Layer(nn.Module):
             `(B, T, d_model)`, and the memory for the next segment, without gradient.
         """
         past = memory if isinstance(memory, KeyValueMemory) else None
-        inputs = torch.cat([memory, x], dim=1) if isinstance(memory, Tensor) and memory.shape[1] > 0 else x
+        segment = inputs = x
+        if isinstance(memory, Tensor) and memory.shape[1] > 0:
+            inputs = torch.cat([memory.to(x.device, non_blocking=True), x], dim=1)  # it may have waited on the host
         normed = self.self_attn_layer_norm(inputs) if self.pre_lnorm else inputs
         attended, projected = self.self_attn(normed, inputs.shape[1] - x.shape[1], positions, mask, past)
         x = x + self.dropout(attended)
@@ -97,7 +100,9 @@ class Layer(nn.Module):
             keys, values, position_keys = projected
             keys, values = self._kept(keys, num_queries), self._kept(values, num_queries)
             return x, KeyValueMemory(keys, values, position_keys.detach())
-        return x, self._kept(inputs, num_queries)
+        # A view keeps all that it looks into: where the segment is enough, not the memory before it.
+        is_in_segment = self.mem_len + min(self.ext_len, num_queries) <= num_queries
+        return x, self._kept(segment if is_in_segment else inputs, num_queries)
 
     def _kept(self, context: Tensor, num_queries: int) -> Tensor:
         """The part of `(B, K, ...)` that the next segment remembers, as a view."""
@@ -110,6 +115,8 @@ class TransformerXL(nn.Module):
 
     checkpoint_activations: bool
     """Keep only each layer's input during training and compute the rest again in the backward pass."""
+    offload_activations: bool
+    """Keep that input in the host's memory, and what the layers remember too; only with `checkpoint_activations`."""
 
     def __init__(self, config: TransformerXLConfig) -> None:
         super().__init__()
@@ -118,7 +125,7 @@ class TransformerXL(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layer))
         self.adaptive_softmax = AdaptiveSoftmax(config)
-        self.checkpoint_activations = False
+        self.checkpoint_activations = self.offload_activations = False
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -210,7 +217,12 @@ class TransformerXL(nn.Module):
         for index, layer in enumerate(self.layers):
             memory = memories[index] if memories else None
             if self.checkpoint_activations and self.training:
-                x, new_memory = checkpoint(layer, x, memory, positions, mask, keep_projections, use_reentrant=False)
+                of_input = partial(
+                    layer, memory=memory, positions=positions, mask=mask, keep_projections=keep_projections
+                )
+                x, new_memory = recomputed(of_input, x, offload=self.offload_activations)
+                if self.offload_activations and isinstance(new_memory, Tensor):
+                    new_memory = on_host(new_memory)
             else:
                 x, new_memory = layer(x, memory, positions, mask, keep_projections)
             new_memories.append(new_memory)

@@ -37,6 +37,7 @@ class TrainingMemory:
         activations: kept from the forward pass for the backward pass, at their most.
         workspace: the largest of what comes and goes.
         gathered: whole weights and gradients that `--zero` puts together for a while.
+        host: of the host's memory, what `--offload-activations` keeps there; not in the total.
     """
 
     weights: int
@@ -45,11 +46,12 @@ class TrainingMemory:
     activations: int
     workspace: int
     gathered: int
+    host: int
 
     @property
     def total(self) -> int:
-        """All of it at once, which is a little more than ever is."""
-        return sum(asdict(self).values())
+        """All of it at once on the device, which is a little more than ever is."""
+        return sum(value for name, value in asdict(self).items() if name != "host")
 
 
 def parameter_shapes(config: TransformerLMConfig) -> dict[str, Shape]:
@@ -146,6 +148,12 @@ def block_activation_bytes(
     return between + whole + (attention + hidden) // tp
 
 
+def block_input_bytes(model: TransformerLMConfig, n: int, *, tp: int, itemsize: int, sequence_parallel: bool) -> int:
+    """What all blocks read, n E s each; under `--sequence-parallel` only the first one's is whole on every rank."""
+    first = n * model.decoder_embed_dim * itemsize
+    return first + (model.decoder_layers - 1) * (first // (tp if sequence_parallel else 1))
+
+
 def activation_bytes(
     model: TransformerLMConfig,
     *,
@@ -154,14 +162,15 @@ def activation_bytes(
     tp: int,
     itemsize: int,
     checkpoint_activations: bool = False,
+    offload_activations: bool = False,
     sequence_parallel: bool = False,
     device: Device = "cuda",
 ) -> int:
-    """All that is kept at the end of a forward pass.
+    """All that is kept on the device at the end of a forward pass.
 
-    The blocks (`block_activation_bytes`), or with `--checkpoint-activations` their inputs, n E s for each; the tokens,
-    8 n; the embedding's dropout mask; the last norm, 2 n E s + 8 n with its output, where there is one, else n E s; the
-    softmax, 4 n V / tp, float32 always.
+    The blocks (`block_activation_bytes`), or with `--checkpoint-activations` their inputs (`block_input_bytes`), or
+    with `--offload-activations` none of these; the tokens, 8 n; the embedding's dropout mask; the last norm,
+    2 n E s + 8 n with its output, where there is one, else n E s; the softmax, 4 n V / tp, float32 always.
     """
     n = batch_size * length
     width = n * model.decoder_embed_dim
@@ -175,9 +184,10 @@ def activation_bytes(
         around += (width * itemsize + 2 * FLOAT32_BYTES * n) // between
     if model.layernorm_embedding:
         around += width * itemsize + 2 * FLOAT32_BYTES * n
+    if offload_activations:
+        return around
     if checkpoint_activations:
-        first, others = width * itemsize, width * itemsize // between
-        return around + first + (model.decoder_layers - 1) * others
+        return around + block_input_bytes(model, n, tp=tp, itemsize=itemsize, sequence_parallel=sequence_parallel)
     block = block_activation_bytes(
         model,
         batch_size=batch_size,
@@ -236,11 +246,15 @@ def training_memory(
             tp=config.mp,
             itemsize=itemsize,
             checkpoint_activations=config.checkpoint_activations,
+            offload_activations=config.offload_activations,
             sequence_parallel=config.sequence_parallel,
             device=device,
         ),
         workspace=workspace,
         gathered=_gathered_elements(on_tp_rank, config) * itemsize,
+        host=block_input_bytes(model, n, tp=config.mp, itemsize=itemsize, sequence_parallel=config.sequence_parallel)
+        if config.offload_activations
+        else 0,
     )
 
 

@@ -42,6 +42,7 @@ def build_model(
     read = read or seeded_values(model, initializer(architecture), config.seed)
     materialize(model, read, device=mesh.device, dtype=dtype)
     model.checkpoint_activations = config.checkpoint_activations
+    model.offload_activations = config.offload_activations
     if config.compile:
         for layer in model.layers:
             layer.compile()

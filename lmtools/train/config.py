@@ -67,6 +67,9 @@ class TrainConfig:
     zero: Literal[0, 2, 3] = option(0, "0 keeps replicas whole; 2 splits gradients and optimizer state, 3 weights too.")
     sequence_parallel: bool = option(False, "Split what lies between the tensor-parallel layers over the sequence.")
     checkpoint_activations: bool = option(False, "Keep only each block's input and compute the rest again.")
+    offload_activations: bool = option(
+        False, "As --checkpoint-activations, and what is kept waits in the host's memory."
+    )
     compile: bool = option(False, "Compile each block with torch.compile.")
     device: str | None = option(None, "cpu or cuda; cuda where there is one, if not given.")
 
@@ -229,6 +232,8 @@ def resolve(file: Path | None, flags: Mapping[str, Any]) -> Run:
     train_fields = {name: value for name, value in given.items() if name in TRAIN_FIELDS}
     if train_fields.get("lr_scheduler") == "inverse_sqrt":
         train_fields.setdefault("warmup_updates", _WARMUP_OF_INVERSE_SQRT)
+    if train_fields.get("offload_activations"):
+        train_fields.setdefault("checkpoint_activations", True)
     train = TrainConfig(**train_fields)
     if train.arch not in ARCHITECTURES:
         raise ConfigError(f"--arch {train.arch}: expected one of {', '.join(ARCHITECTURES)}")

@@ -29,6 +29,8 @@ def require_sense(train: TrainConfig, model: Mapping[str, Any]) -> None:
         raise ConfigError("--max-update, --max-epoch or --stop-time-hours: give at least one, or the run never ends")
     if train.restore_file and train.finetune_from:
         raise ConfigError("--restore-file and --finetune-from: give one of them")
+    if train.offload_activations and not train.checkpoint_activations:
+        raise ConfigError("--offload-activations without --checkpoint-activations: it moves what the latter keeps")
     if not all(0 <= beta < 1 for beta in train.adam_betas):
         raise ConfigError(f"--adam-betas {train.adam_betas}: expected two numbers from 0 to below 1")
     for name in ("dropout", "attention_dropout", "activation_dropout", "dropatt"):

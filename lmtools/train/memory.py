@@ -59,7 +59,8 @@ def load_memories(path: Path, mesh: Mesh, *, dtype: torch.dtype) -> Memories:
 
 def _over_replicas(memory: LayerMemory, mesh: Mesh) -> Tensor:
     assert isinstance(memory, Tensor), "in training the inputs of layers are remembered"
-    rows = memory.clone(memory_format=torch.contiguous_format)
+    # It may wait on the host, or be a view.
+    rows = memory.to(mesh.device, copy=True, memory_format=torch.contiguous_format)
     if mesh.device_mesh is None:
         return rows
     return DTensor.from_local(rows, mesh.device_mesh, [Shard(0), Replicate()], run_check=False)

@@ -217,6 +217,16 @@ def test_memory_is_the_last_inputs_of_each_layer():
     torch.testing.assert_close(second[1][:, :2], first[1][:, 3:])
 
 
+def test_a_memory_that_lies_in_the_segment_keeps_nothing_from_before_it():
+    """A view keeps all that it looks into, and the keys' and values' inputs reach back to the memory."""
+    tokens = some_tokens(2, 6)
+    for mem_len, positions in ((4, 6), (6, 6), (7, 12)):
+        model = small_model(mem_len=mem_len)
+        _, memories = model.features(tokens, model.features(tokens)[1])
+        sizes = [memory.untyped_storage().nbytes() for memory in memories if isinstance(memory, Tensor)]
+        assert sizes == [2 * positions * 8 * 8] * 2, "bytes of 2 rows of 8 float64 numbers"
+
+
 @pytest.mark.parametrize("keep_projections", [False, True])
 def test_without_memory_nothing_is_remembered(keep_projections):
     model = small_model(mem_len=0)

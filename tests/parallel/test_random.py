@@ -127,12 +127,16 @@ def gradients(flags: dict[str, Any]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("flags", [{}, {"mp": 2}, {"mp": 2, "sequence_parallel": True}], ids=str)
 def test_what_is_computed_again_loses_the_same_again(flags):
-    ranks = flags.get("mp", 1)
-    kept = run_ranks(ranks, gradients, flags)[0]
-    computed_again = run_ranks(ranks, gradients, flags | {"checkpoint_activations": True})[0]
-    assert kept.keys() == computed_again.keys()
+    kept, again, offloaded = run_ranks(flags.get("mp", 1), three_ways, flags)[0]
+    assert kept.keys() == again.keys() == offloaded.keys()
     for name, gradient in kept.items():
-        torch.testing.assert_close(computed_again[name], gradient, rtol=1e-12, atol=1e-13, msg=name)
+        torch.testing.assert_close(again[name], gradient, rtol=1e-12, atol=1e-13, msg=name)
+        assert torch.equal(offloaded[name], again[name]), name
+
+
+def three_ways(flags: dict[str, Any]) -> list[dict[str, Tensor]]:
+    ways: list[dict[str, Any]] = [{}, {"checkpoint_activations": True}, {"offload_activations": True}]
+    return [gradients(flags | way) for way in ways]
 
 
 def test_a_rank_leaves_the_shared_stream_where_its_peers_do():

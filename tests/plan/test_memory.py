@@ -115,6 +115,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"attention_dropout": 0.1},
     {"bf16": True},
     {"checkpoint_activations": True, "dropout": 0.1},
+    {"offload_activations": True, "dropout": 0.1},
     {"tokens_per_sample": 64},
 ]
 
@@ -131,8 +132,8 @@ def test_activations_are_within_a_percent_of_those_of_a_real_model(flags):
         kept = memory.now
     assert loss.isfinite()
     model = TransformerLMConfig(vocab_size=VOCAB_SIZE, **run.model)
-    plan = training_memory(run.train, model, batch_size=BATCH_SIZE, device="cpu").activations
-    assert plan == pytest.approx(kept, rel=0.01)
+    plan = training_memory(run.train, model, batch_size=BATCH_SIZE, device="cpu")
+    assert plan.activations + plan.host == pytest.approx(kept, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +143,7 @@ def test_activations_are_within_a_percent_of_those_of_a_real_model(flags):
         {"mp": 2, "sequence_parallel": True},
         {"mp": 4, "dropout": 0.1},
         {"mp": 2, "checkpoint_activations": True},
+        {"mp": 2, "offload_activations": True, "sequence_parallel": True},
     ],
     ids=str,
 )
@@ -149,7 +151,16 @@ def test_activations_of_a_tensor_parallel_rank(flags):
     """Without the softmax, which DTensor keeps out of sight; to 2 %, since under it are also the norms' deviations."""
     [kept, *_] = run_ranks(flags["mp"], kept_for_backward, flags)
     softmax = BATCH_SIZE * SHAPE["tokens_per_sample"] * -(-VOCAB_SIZE // flags["mp"]) * 4
-    assert planned(flags).activations - softmax == pytest.approx(kept, rel=0.02)
+    plan = planned(flags)
+    assert plan.activations + plan.host - softmax == pytest.approx(kept, rel=0.02)
+
+
+def test_what_is_offloaded_is_on_the_host_and_no_longer_on_the_device():
+    """A block's input each; the total is the device's alone."""
+    kept, offloaded = planned({"checkpoint_activations": True}), planned({"offload_activations": True})
+    inputs = SHAPE["decoder_layers"] * BATCH_SIZE * SHAPE["tokens_per_sample"] * SHAPE["decoder_embed_dim"] * 4
+    assert (kept.host, offloaded.host) == (0, inputs)
+    assert kept.activations - offloaded.activations == inputs == kept.total - offloaded.total
 
 
 @pytest.mark.parametrize("flags", [{}, {"bf16": True}, {"checkpoint_activations": True}], ids=str)

@@ -147,6 +147,15 @@ def test_memory_efficient_implies_the_precision_and_may_stand_beside_it():
     assert train.memory_efficient_fp16
 
 
+def test_offloaded_activations_are_checkpointed_ones_as_in_fairseq():
+    run = resolve(None, ENOUGH | {"offload_activations": True})
+    assert run.train.checkpoint_activations
+    assert "offload_activations = true" in to_toml(run)
+    assert not resolve(None, ENOUGH).train.checkpoint_activations
+    with pytest.raises(ConfigError, match="--offload-activations without --checkpoint-activations: it moves what"):
+        resolve(None, ENOUGH | {"offload_activations": True, "checkpoint_activations": False})
+
+
 # What --print-config prints, --config takes.
 
 
@@ -179,6 +188,7 @@ SENSIBLE = {
     "max_target_positions": st.integers(1024, 10**6),
     "decoder_attention_heads": st.sampled_from([1, 2, 4]),
     "decoder_embed_dim": st.integers(1, 1000).map(lambda width: 4 * width),
+    "checkpoint_activations": st.just(True),
     "fp16": st.just(False),
     "memory_efficient_fp16": st.just(False),
     "restore_file": st.none(),
