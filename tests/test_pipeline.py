@@ -50,6 +50,7 @@ def test_genuine_checkpoint_of_a_word_model(golden, tmp_path):
     assert renormalized["renormalized_perplexity"] == pytest.approx(2**bits, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_main_job_on_wikitext(shared_golden, shared_data, tmp_path):
     """An excerpt of WikiText-103's test set, and 8 parts that fairseq trained: fairseq's bytes and loss all the way."""

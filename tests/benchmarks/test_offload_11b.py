@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from lmtools.checkpoints.load import open_checkpoint
 from lmtools.checkpoints.unpickle import read_torch_file
 
@@ -20,6 +22,7 @@ def run(program: str, *arguments: object) -> str:
     return ran.stdout
 
 
+@pytest.mark.slow
 def test_writes_eight_legacy_parts_and_scores_windows_from_them(tmp_path):
     folder = tmp_path / "megatron"
     small = ["--layers", 2, "--embed-dim", 64, "--ffn-dim", 128, "--vocab-size", 160]

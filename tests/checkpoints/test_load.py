@@ -101,6 +101,7 @@ def pieces_of(path: Path, tp: int, dtype: torch.dtype) -> dict[str, torch.Tensor
     }
 
 
+@pytest.mark.slow
 def test_uneven_shares_of_an_untied_model_are_the_whole(tmp_path) -> None:
     """A vocabulary that is no multiple of the ranks."""
     config = transformer_lm(

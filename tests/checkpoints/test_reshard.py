@@ -184,7 +184,7 @@ reshard(sys.argv[1], sys.argv[2], num_parts=2, format=sys.argv[3])
 """
 
 
-@pytest.mark.parametrize("format", ["fairseq", "safetensors"])
+@pytest.mark.parametrize("format", ["fairseq", pytest.param("safetensors", marks=pytest.mark.slow)])
 def test_killed_in_the_middle_leaves_nothing_that_loads(golden, tmp_path, format):
     arguments = [sys.executable, "-c", SLOWLY, str(golden / "mp4"), str(tmp_path / "out" / "set"), format]
     with subprocess.Popen(arguments, cwd=REPOSITORY, stdout=subprocess.PIPE) as process:
@@ -241,6 +241,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"zip": folder / "zip", "legacy": folder / "legacy"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("container", "format", "num_parts"),
     [("legacy", "fairseq", 1), pytest.param("zip", "safetensors", 2, marks=pytest.mark.slow)],

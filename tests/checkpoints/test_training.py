@@ -128,6 +128,7 @@ def load_state(folder: Path, flags: dict[str, Any]) -> dict[str, Tensor]:
     return whole_state(state)
 
 
+@pytest.mark.slow
 def test_saved_on_one_mesh_loaded_on_another(tmp_path: Path):
     """A vocabulary that the ranks do not divide, cut by tensor parallelism and, in its pieces, by FSDP once more."""
     cut_twice = {"mp": 2, "dp": 2, "zero": 3}

@@ -39,7 +39,10 @@ MESHES = {
 """How a run was made, and so in which chunks its tensors are."""
 
 
-@pytest.fixture(scope="module", params=MESHES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] if flags else []) for name, flags in MESHES.items()],
+)
 def trained(request, tmp_path_factory) -> tuple[Path, dict[str, Tensor]]:
     """A run's folder, and its final weights, whole."""
     folder = tmp_path_factory.mktemp("run")

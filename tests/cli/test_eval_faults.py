@@ -135,6 +135,7 @@ def test_one_run_at_a_time_has_an_output(start: Start, result: Path, journal: Pa
 # --- many processes ---
 
 
+@pytest.mark.slow
 def test_torchrun_and_lmtools_start_the_same_evaluation(start: Start, golden: Path, tmp_path: Path):
     """Also: a result goes to standard output once."""
     arguments = ["--mp", "2", "--json", "--scores"]
@@ -180,7 +181,7 @@ def test_a_killed_rank_ends_all_in_time_and_its_run_is_resumed_on_fewer(
     assert outcome["loss_base2"] == pytest.approx(1.7151482105, rel=1e-5)
 
 
-@pytest.mark.parametrize("mp", [1, 2])
+@pytest.mark.parametrize("mp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ctrl_c_leaves_nobody(start: Start, result: Path, journal: Path, marker: str, mp):
     running = start("--output", result, "--mp", mp)
     wait_until(lambda: has_scored(journal, 100), seconds=120)

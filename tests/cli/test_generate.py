@@ -73,6 +73,7 @@ def test_what_is_drawn_depends_on_the_seed_alone(lmtools, mp4):
     assert texts[0] == texts[1] == texts[2] != texts[3]
 
 
+@pytest.mark.slow
 def test_workers_say_what_one_process_says(lmtools, start_lmtools, mp4, tmp_path):
     """Also where the prompts come from standard input, which they share."""
     options = ["--top-k", 20, "--json"]
@@ -115,6 +116,7 @@ def test_at_the_models_maximum_it_says_so(lmtools, mp4):
     assert ran.err == "prompt 1: ends after 1 new tokens, since the model was made for 32, prompt included\n"
 
 
+@pytest.mark.slow
 def test_a_terminal_sees_the_text_as_it_comes(mp4):
     """What it saw in the end is what a file would have got."""
     command = [sys.executable, "-m", "lmtools", *map(str, mp4), "--prompt", "= and", "--top-k", "9"]

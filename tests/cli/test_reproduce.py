@@ -14,6 +14,7 @@ from lmtools.recipes.run import files_of
 from tests.support.random_checkpoint import write_random_checkpoint
 
 
+@pytest.mark.slow
 def test_whole_recipe_on_any_text(lmtools, golden, tmp_path):
     """A small text, GPT-2's dictionary and 8 random parts. The second time nothing is computed."""
     dictionary, checkpoint, work = tmp_path / "dict.txt", tmp_path / "parts", tmp_path / "work"
@@ -44,6 +45,7 @@ def test_whole_recipe_on_any_text(lmtools, golden, tmp_path):
     assert by_name["test: perplexity per original token"] == pytest.approx(per_word)
 
 
+@pytest.mark.slow
 def test_transformer_xl_from_a_checkpoint(lmtools, golden, tmp_path):
     """fairseq's own small one, on its own text: the perplexity that fairseq found, over as many tokens."""
     command = ["reproduce", "transformer-xl", "--workdir", tmp_path, "--raw", golden / "test.txt"]

@@ -42,6 +42,7 @@ def test_the_loss_is_equal_at_3_8_and_16_parts(lmtools, tmp_path, golden):
             here = there
 
 
+@pytest.mark.slow
 def test_a_set_is_evaluated_on_two_ranks(start_lmtools, golden, tmp_path, lmtools):
     assert lmtools("reshard", golden / "mp4", tmp_path / "set", "--mp", 1).code == 0
     arguments = ["eval", golden / "bin", "--path", tmp_path / "set", "--tokens-per-sample", 32, "--mp", 2, "--json"]

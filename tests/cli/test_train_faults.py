@@ -59,7 +59,8 @@ def num_saved(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("number", "exit_code", "mp"), [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 1), (signal.SIGUSR1, 138, 1)]
+    ("number", "exit_code", "mp"),
+    [pytest.param(signal.SIGTERM, 143, 2, marks=pytest.mark.slow), (signal.SIGINT, 130, 1), (signal.SIGUSR1, 138, 1)],
 )
 def test_a_signal_saves_then_ends_and_the_same_command_goes_on(
     start: Start, folder: Path, marker: str, number, exit_code, mp
@@ -78,6 +79,7 @@ def test_a_signal_saves_then_ends_and_the_same_command_goes_on(
     assert num_saved(folder) == trained + 3
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_a_terminal_reaches_all_processes_and_saves_once(start: Start, folder: Path, marker: str):
     running = start("--mp", 2, *ENDLESS)
     running.wait_until(lambda: len(updates(folder)) > 5)
@@ -103,6 +105,7 @@ def test_a_killed_rank_ends_all_in_time(start: Start, folder: Path, marker: str)
     assert num_saved(folder) >= 4
 
 
+@pytest.mark.slow
 def test_restarts_go_on_from_the_last_checkpoint(start: Start, folder: Path, marker: str):
     running = start("--mp", 2, "--restarts", 1, "--save-interval-updates", 4, "--max-update", 40)
     running.wait_until(lambda: (folder / "checkpoint_last").exists())

@@ -124,7 +124,17 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (1, 2), (1, 4), (2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("dp", "tp"),
+    [
+        (1, 1),
+        (1, 2),
+        pytest.param(1, 4, marks=pytest.mark.slow),
+        (2, 1),
+        (3, 1),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_own_models_on_any_mesh(golden: Path, dp, tp):
     """More and fewer ranks than parts, and replicas that do not divide the number of windows."""
     ranks = run_ranks(dp * tp, score_all, OWN, golden, golden / "bin", dp=dp, tp=tp, tokens_per_sample=32)
@@ -156,7 +166,7 @@ SHARED = {
 
 
 @pytest.mark.shared
-@pytest.mark.parametrize("tp", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp", [1, 2, *(pytest.param(tp, marks=pytest.mark.slow) for tp in (4, 8))])
 def test_wikitext_models(shared_golden: Path, tp):
     cases = {name: case for name, case in SHARED.items() if tp in case.tp_sizes}
     data = shared_golden / "bin" / "built_1k"

@@ -175,6 +175,7 @@ def test_a_worker_that_leaves_without_a_word_is_named(marker: str) -> None:
     assert str(fail("0=exit")) == "rank 0 exited with code 7 and left no message"
 
 
+@pytest.mark.slow
 def test_all_workers_start_again_when_asked(marker: str) -> None:
     command = (sys.executable, str(FATES), "fates", "2")
     run_workers(["0=succeed_after_restart", "1=succeed_after_restart"], num_workers=2, command=command, max_restarts=1)
@@ -212,6 +213,7 @@ def test_success_is_silent_and_ends_before_teardown_can_spoil_it(marker: str) ->
     assert (process.returncode, process.stdout, process.stderr) == (0, "all ended well\n", "")
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_failing_rank_prints_the_line_itself(marker: str) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     process = subprocess.run(

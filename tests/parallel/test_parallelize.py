@@ -77,7 +77,7 @@ def loss_and_gradients(tp_size: int, tied: bool, pre_norm: bool, sequence_parall
     return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in result.items()}
 
 
-@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("tied", "pre_norm"), [(True, True), (False, False)])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_split_equals_whole(tp_size, tied, pre_norm, sequence_parallel):

@@ -125,7 +125,9 @@ def gradients(flags: dict[str, Any]) -> dict[str, Tensor]:
     return {name: whole(parameter.grad) for name, parameter in state.parameters.items() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("flags", [{}, {"mp": 2}, {"mp": 2, "sequence_parallel": True}], ids=str)
+@pytest.mark.parametrize(
+    "flags", [{}, {"mp": 2}, pytest.param({"mp": 2, "sequence_parallel": True}, marks=pytest.mark.slow)], ids=str
+)
 def test_what_is_computed_again_loses_the_same_again(flags):
     kept, again, offloaded = run_ranks(flags.get("mp", 1), three_ways, flags)[0]
     assert kept.keys() == again.keys() == offloaded.keys()

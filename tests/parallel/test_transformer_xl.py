@@ -75,7 +75,7 @@ def all_variants(tp: int) -> dict[str, dict[str, Tensor]]:
     return {variant: two_segments(tp, options) for variant, options in VARIANTS.items()}
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_split_equals_whole(tp):
     """Clusters of 7, 7 and 15 types: no number of ranks divides them."""
     whole = all_variants(1)

@@ -102,6 +102,7 @@ def test_greedy_text_is_that_of_lmtools(tmp_path):
 # --- the tokenizer ---
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_the_real_test_text_has_the_indices_of_bpe_encode_and_binarize(shared_golden, tmp_path):
     dictionary = Dictionary.load(shared_golden / "bin" / "gpt2_dict.txt")

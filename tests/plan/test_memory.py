@@ -75,12 +75,12 @@ def planned(flags: dict[str, Any]) -> Any:
         {"optimizer": "adafactor", "beta1": 0.9, "bf16": True},
         {"share_decoder_input_output_embed": False, "decoder_learned_pos": True, "layernorm_embedding": True},
         {"mp": 2},
-        {"mp": 4, "bf16": True},
+        pytest.param({"mp": 4, "bf16": True}, marks=pytest.mark.slow),
         {"mp": 2, "sequence_parallel": True},
         {"dp": 2},
         {"dp": 2, "zero": 2},
         {"dp": 2, "zero": 3, "bf16": True},
-        {"mp": 2, "dp": 2, "zero": 3},
+        pytest.param({"mp": 2, "dp": 2, "zero": 3}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -141,7 +141,7 @@ def test_activations_are_within_a_percent_of_those_of_a_real_model(flags):
     [
         {"mp": 2},
         {"mp": 2, "sequence_parallel": True},
-        {"mp": 4, "dropout": 0.1},
+        pytest.param({"mp": 4, "dropout": 0.1}, marks=pytest.mark.slow),
         {"mp": 2, "checkpoint_activations": True},
         {"mp": 2, "offload_activations": True, "sequence_parallel": True},
     ],

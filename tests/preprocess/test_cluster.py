@@ -71,6 +71,7 @@ def run_stages(folder: Path, text: Path, between: Callable[[], None], cluster: C
         assert len(calls) > 4
 
 
+@pytest.mark.slow
 def test_same_bytes_as_here_though_a_worker_is_killed_in_each_stage(
     dask: DaskProcesses, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

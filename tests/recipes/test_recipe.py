@@ -152,6 +152,7 @@ def test_needs_of_a_download_are_in_the_table_of_artifacts(written):
     assert needs_of(detok) == nothing
 
 
+@pytest.mark.slow
 def test_needs_of_a_planned_stage_are_what_the_plan_says(written):
     """Float32 parameters of Megatron-11b, an eighth on each rank, and what is computed with them."""
     steps = steps_of(read_recipe(find_recipe("megatron-11b")), {"flops": 1e13})

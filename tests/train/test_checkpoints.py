@@ -229,6 +229,7 @@ def test_a_save_after_validation_has_the_optimizers_state(zero: int):
         assert {name for name in after if name.endswith("exp_avg_sq")}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_before_its_first_update_is_saved_whole(tmp_path: Path):
     """As when every update so far was skipped: the optimizer has made no state yet."""
     stop = StopSignal()

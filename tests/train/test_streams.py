@@ -57,7 +57,7 @@ def last_leg(flags: dict[str, Any], folder: Path, end: int) -> Leg:
         (1, 1, [1, 5, 11, 13], {}),
         (1, 1, [3, 7], {"fp16": True, "fp16_init_scale": 2**19, "fp16_scale_window": 3, "fairseq_compat": True}),
         (1, 2, [4, 7], {"update_freq": 2, "clip_norm": 0.25}),
-        (2, 2, [3, 6], {"zero": 3, "offload_activations": True}),
+        pytest.param(2, 2, [3, 6], {"zero": 3, "offload_activations": True}, marks=pytest.mark.slow),
     ],
     ids=["mp1", "mp1 fp16", "dp2", "mp2 dp2 zero3"],
 )
@@ -128,7 +128,7 @@ def updates_of(flags: dict[str, Any], num_updates: int) -> tuple[list[float], li
     [
         {"batch_size": 4, "dp": 2},
         {"batch_size": 8, "mp": 2},
-        {"batch_size": 2, "dp": 2, "mp": 2, "zero": 2, "update_freq": 1},
+        pytest.param({"batch_size": 2, "dp": 2, "mp": 2, "zero": 2, "update_freq": 1}, marks=pytest.mark.slow),
     ],
     ids=["dp2", "mp2", "mp2 dp2 zero2"],
 )
