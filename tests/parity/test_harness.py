@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lmtools.checkpoints.reshard import reshard
 from lmtools.data.dictionary import Dictionary
+from lmtools.preprocess.gpt2_vocabulary import find_vocabulary, read_vocabulary
 from lmtools.preprocess.huggingface_tokenizer import tokenizer_files
+from tests.support.random_checkpoint import write_random_checkpoint
 
 pytest.importorskip("lm_eval", reason="no lm_eval here; install lmtools[hf]")
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+import lm_eval.tasks
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -27,13 +32,21 @@ pytestmark = pytest.mark.filterwarnings("default")  # the harness and what it br
 GOLDEN = Path(__file__).parents[1] / "golden"
 TASK = {
     "task": "words",
-    "dataset_path": "json",
     "test_split": "test",
     "output_type": "loglikelihood_rolling",
     "doc_to_text": "",
     "doc_to_target": "{{page}}",
     "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
 }
+
+
+def write_task(folder: Path, task: dict[str, Any], pages: list[dict[str, str]]) -> Path:
+    """A task of the harness whose data lie beside it."""
+    folder.mkdir()
+    (folder / "pages.jsonl").write_text("".join(json.dumps(page) + "\n" for page in pages))
+    files = {"data_files": {"test": str(folder / "pages.jsonl")}, "cache_dir": str(folder / "cache")}
+    (folder / "task.yaml").write_text(json.dumps({**task, "dataset_path": "json", "dataset_kwargs": files}))
+    return folder
 
 
 @pytest.fixture
@@ -45,11 +58,7 @@ def task(tmp_path: Path) -> Path:
     for length in (5, 32, 33, 100, 1, 200, 64):
         pages.append({"page": " ".join(words[start : start + length])})
         start += length
-    (tmp_path / "task").mkdir()
-    (tmp_path / "task" / "pages.jsonl").write_text("".join(json.dumps(page) + "\n" for page in pages))
-    files = {"data_files": {"test": str(tmp_path / "task" / "pages.jsonl")}, "cache_dir": str(tmp_path / "cache")}
-    (tmp_path / "task" / "words.yaml").write_text(json.dumps(TASK | {"dataset_kwargs": files}))
-    return tmp_path / "task"
+    return write_task(tmp_path / "task", TASK, pages)
 
 
 @pytest.fixture
@@ -59,18 +68,18 @@ def exported(tmp_path: Path) -> Path:
     return tmp_path / "hf"
 
 
-def results_of(model: str, model_args: dict[str, str], task: Path) -> dict[str, float]:
+def results_of(model: str, model_args: dict[str, Any], task: Path, name: str = "words") -> dict[str, float]:
     """What `lm_eval run` computes."""
     found = simple_evaluate(
         model=model,
         model_args=model_args,
-        tasks=["words"],
+        tasks=[name],
         task_manager=TaskManager(include_path=str(task), include_defaults=False),
         device="cpu",
         batch_size=4,
         bootstrap_iters=0,
     )
-    results = found["results"]["words"]
+    results = found["results"][name]
     return {name: results[f"{name},none"] for name in ("word_perplexity", "bits_per_byte")}
 
 
@@ -81,6 +90,40 @@ def test_word_perplexity_is_that_of_the_backend_for_transformers(task, exported)
     )
     assert ours == pytest.approx(theirs, rel=1e-5)
     assert ours["word_perplexity"] > 2
+
+
+@pytest.mark.shared
+def test_word_perplexity_of_the_harness_own_wikitext(tmp_path, shared_data):
+    """Its task, with its way to undo the tokenization and to count words, on two pages of WikiText's test set."""
+    wikitext = Path(lm_eval.tasks.__file__).parent / "wikitext" / "wikitext.yaml"
+    text = (shared_data / "wikitext-103-raw" / "wiki.test.raw").read_text("utf-8")
+    _, *pages = re.split(r"^(?= = [^=].* = $)", text, flags=re.MULTILINE)
+    task = write_task(
+        tmp_path / "task",
+        {
+            "include": str(wikitext),
+            "task": "wikitext_here",
+            "dataset_name": None,
+            "training_split": None,
+            "validation_split": None,
+        },
+        [{"page": page} for page in sorted(pages, key=len)[:2]],
+    )
+    every_id = Dictionary([str(number) for number in reversed(range(50_257))], [1] * 50_257)
+    write_random_checkpoint(tmp_path / "model", len(every_id), num_parts=4)
+    every_id.save(tmp_path / "model" / "dict.txt")
+    files = tokenizer_files(every_id, read_vocabulary(find_vocabulary(None, None)), max_length=64)
+    reshard(tmp_path / "model", tmp_path / "hf", num_parts=1, format="hf", dtype=torch.float32, more_files=files)
+
+    ours = results_of("lmtools", {"path": str(tmp_path / "model")}, task, "wikitext_here")
+    theirs = results_of(
+        "hf",
+        {"pretrained": str(tmp_path / "hf"), "dtype": "float32", "max_length": 64, "add_bos_token": False},
+        task,
+        "wikitext_here",
+    )
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert ours["word_perplexity"] > 50_261
 
 
 def test_likelihoods_and_texts(exported):
