@@ -54,8 +54,8 @@ class Measured:
         return LARGEST_TENSOR_BYTES * 12 // 10 + OUTPUT_BUFFER_BYTES
 
 
-def write_inputs(folder: Path, num_layers: int) -> None:
-    """The same model in each container."""
+def write_inputs(folder: Path, num_layers: int, containers: Sequence[str]) -> None:
+    """The same model in zip archives, and in each other container."""
     import torch
     from write_megatron_11b import random_values, rewrite_as_legacy
 
@@ -72,10 +72,12 @@ def write_inputs(folder: Path, num_layers: int) -> None:
         share_decoder_input_output_embed=True,
     )
     write_fairseq_parts(folder / "zip", config, random_values, num_parts=PARTS["zip"], dtype=torch.float32)
-    reshard(folder / "zip", folder / "safetensors", num_parts=PARTS["safetensors"], format="safetensors")
-    reshard(folder / "zip", folder / "legacy", num_parts=PARTS["legacy"], format="fairseq")
-    for path in (folder / "legacy").iterdir():
-        rewrite_as_legacy(path)
+    if "safetensors" in containers:
+        reshard(folder / "zip", folder / "safetensors", num_parts=PARTS["safetensors"], format="safetensors")
+    if "legacy" in containers:
+        reshard(folder / "zip", folder / "legacy", num_parts=PARTS["legacy"], format="fairseq")
+        for path in (folder / "legacy").iterdir():
+            rewrite_as_legacy(path)
 
 
 def measure_reshard(folder: Path, container: str, format: str, num_parts: int) -> Measured:
@@ -86,14 +88,15 @@ def measure_reshard(folder: Path, container: str, format: str, num_parts: int) -
     return Measured(container, sum(sizes), max(sizes), format, num_parts, usage)
 
 
-def measure_all(folder: Path, layers: Sequence[int]) -> list[Measured]:
+def measure_all(folder: Path, layers: Sequence[int], containers: Sequence[str]) -> list[Measured]:
     measured = []
     for num_layers in layers:
         there = folder / str(num_layers)
         # In a process of its own: a process hands its high-water mark on to its children.
-        subprocess.run([sys.executable, __file__, "--write", there, "--layers", str(num_layers)], check=True)
-        for container, targets in TARGETS.items():
-            measured += [measure_reshard(there, container, *target) for target in targets]
+        write = ["--write", there, "--layers", str(num_layers), "--inputs", *containers]
+        subprocess.run([sys.executable, __file__, *write], check=True)
+        for container in containers:
+            measured += [measure_reshard(there, container, *target) for target in TARGETS[container]]
         shutil.rmtree(there)
     return measured
 
@@ -131,19 +134,20 @@ def report(measured: Sequence[Measured], bare_bytes: int, imports_bytes: int, *,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[3, 24], help="blocks of each model, of 50 MB each")
+    parser.add_argument("--inputs", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--folder", type=Path, help="where to write, 4 times the largest model; removed afterwards")
     parser.add_argument("--memory-only", action="store_true", help="leave out seconds and MB/s, on a busy machine")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.write:
-        write_inputs(args.write, args.layers[0])
+        write_inputs(args.write, args.layers[0], args.inputs)
         return
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         log = Path(folder) / "log"
         bare = measure([sys.executable, "-c", "import torch"], log).peak_bytes
         imports = measure([sys.executable, "-c", "import lmtools.checkpoints.reshard"], log).peak_bytes
-        measured = measure_all(Path(folder), args.layers)
+        measured = measure_all(Path(folder), args.layers, args.inputs)
     found = report(measured, bare, imports, with_throughput=not args.memory_only)
     print(found)
     if args.output:
