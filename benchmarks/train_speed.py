@@ -10,7 +10,8 @@ plain loop is one as people write it: a fused q, k, v, PyTorch's attention, `tor
 Every measurement is a process of its own that prints a line for each update; the time between these lines, as this
 program sees them, is what is measured, after some updates to warm up. The contenders take turns; figures are the median
 of the turns. GFLOP/s count the model's matrix products alone, by one formula for all; the peak is what bare matrix
-products of the model's shapes reach in between. `--quick` is a small model, to try the program.
+products of the model's shapes reach in between. Where lmtools' time goes is measured apart, over one update, by
+`train_profile.py`. `--quick` is a small model, to try the program.
 """
 
 from __future__ import annotations
@@ -252,6 +253,29 @@ def make_data(scratch: Path) -> tuple[Path, int]:
     return scratch / "bin", len(Dictionary.load(scratch / "bin" / "dict.txt"))
 
 
+def shares_of_time(contender: Contender, data: Path, scratch: Path) -> dict[str, float]:
+    """Kind of work to its share of an update of lmtools', by `train_profile.py`."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(contender.threads)}
+    command = [*command_of(contender, data, scratch / "profiled", 3, ""), "--print-config"]
+    done = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True, check=True)
+    (scratch / "run.toml").write_text(done.stdout)
+    program = [str(Path(__file__).parent / "train_profile.py"), str(scratch / "run.toml")]
+    if contender.processes > 1:
+        program = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(contender.processes),
+            *program,
+        ]
+    done = subprocess.run([sys.executable, *program], cwd=scratch, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
+    shares: dict[str, float] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return shares
+
+
 def version_of_fairseq(python: str) -> str:
     program = "import fairseq; print(fairseq.__version__)"
     return subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout.split()[-1]
@@ -319,8 +343,10 @@ def main() -> None:
                 )
                 speeds[row.name].append(speed)
                 print(f"{row.name}: {speed:,.0f} tokens/s, loss {losses[row.name]:.3f} bits", file=sys.stderr)
+        shares = {row.name: shares_of_time(row, data, Path(folder)) for row in rows if row.kind == "lmtools"}
     fairseq = f", fairseq {version_of_fairseq(arguments.fairseq_python)}" if arguments.fairseq_python else ""
     report(rows, speeds, losses, peaks, num_types, turns, load, fairseq)
+    report_shares(shares)
 
 
 def report(
@@ -369,6 +395,16 @@ transformers {version("transformers")}{fairseq}.
         if ours in median and theirs in median:
             note = f" (wanted: {wanted})" if wanted else ""
             print(f"- {ours} / {theirs}: {median[ours] / median[theirs]:.2f}{note}")
+
+
+def report_shares(shares: dict[str, dict[str, float]]) -> None:
+    if not shares:
+        return
+    kinds = list(next(iter(shares.values())))
+    print("\n## Where the time of an update goes\n")
+    print(f"| | {' | '.join(kinds)} |\n|---|{'---:|' * len(kinds)}")
+    for name, of_kind in shares.items():
+        print(f"| {name} | {' | '.join(f'{of_kind[kind]:.1%}' for kind in kinds)} |")
 
 
 if __name__ == "__main__":
