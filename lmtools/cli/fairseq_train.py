@@ -62,6 +62,7 @@ _NEEDLESS: Mapping[str, Mapping[str, type]] = {
     "sentences that do not fit a block are refused with what to do": {"skip_invalid_size_inputs_valid_test": bool},
     "there is one implementation of Adam": {"use_old_adam": bool},
     "validation draws nothing at random": {"fixed_validation_seed": int},
+    "only the splits that --valid-subset names are validated on": {"ignore_unused_valid_subsets": bool},
 }
 """Why an option changes nothing, and the options of which that is so."""
 
