@@ -129,7 +129,7 @@ def lay_out_run(folder: Path) -> None:
         "--testpref wiki.test.raw --destdir data-bin\n"
         "lmtools train data-bin --arch transformer_lm_megatron_tiny --decoder-layers 1 --decoder-embed-dim 32 "
         "--decoder-ffn-embed-dim 64 --tokens-per-sample 32 --batch-size 8 --max-update 8 --save-dir run\n"
-        "cp -r run other-run\nln -s result.json other.json\n",
+        "cp -r run other-run\nlmtools eval data-bin --path other-run/checkpoint_best --output other.json\n",
         folder,
     )
 
