@@ -24,6 +24,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from lmtools.cli import app
+from lmtools.cli.commands import COMMANDS
 from lmtools.train.config_toml import read_toml
 from tests.support.documents import (
     PAGES,
@@ -72,8 +73,9 @@ def test_every_command_is_understood(page):
 
 SHELL = {"set", "trap", "cat"}
 FAIRSEQ = {"fairseq-preprocess", "fairseq-eval-lm", "fairseq-train"}
+"""fairseq itself parses these in tests/parity/test_documents.py."""
 OLD_MODULES = {"examples.megatron_11b.detok", "examples.roberta.multiprocessing_bpe_encoder"}
-"""fairseq's, which parses these in tests/parity/test_documents.py."""
+"""fairseq's too: tests/parity/test_crosscheck.py runs them."""
 
 
 def understand(command: list[str]) -> None:
@@ -116,7 +118,11 @@ def understand_lmtools(arguments: list[str]) -> None:
         assert name in {flag for option in group.params for flag in option.opts}
         assert rest == []
     else:
-        group.get_command(None, name).make_context(name, rest)
+        command = group.get_command(None, name)
+        context = command.make_context(name, rest)
+        if name == "train":  # whose options must go together, too
+            context.params["print_config"] = True
+            command.invoke(context)
 
 
 def understand_dask(name: str, *arguments: str) -> None:
@@ -201,6 +207,12 @@ def anchors(page: Path) -> set[str]:
     """The names by which headings can be linked, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_readme_lists_every_command():
+    """With what --help says of it."""
+    listed = re.findall(r"^\| \[`([a-z-]+)`\]\(\S+\) \| (.+) \|$", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
+    assert listed == [(name, command.says) for name, command in COMMANDS.items() if command.says]
 
 
 def test_architecture_shows_the_tree_as_it_is():

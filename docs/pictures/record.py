@@ -1,14 +1,15 @@
 """Run `lmtools quickstart` in a terminal of 100 columns, and draw what stands there at the end as SVG.
 
-    python docs/pictures/record.py FOLDER PICTURE.svg [--height LINES]
+    python docs/pictures/record.py FOLDER PICTURE.svg
 
-Needs tmux, which is the terminal: what a progress bar wrote over is not in the picture. The text stages at the
-beginning are left out of it, as are lines in the middle if there are more than LINES.
+It runs in FOLDER, and makes FOLDER/quickstart. Needs tmux, which is the terminal: what a progress bar wrote over is not
+in the picture. The text stages at the beginning, and the list of files at the end, are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import re
 import shlex
 import subprocess
@@ -57,25 +58,25 @@ def excerpt(lines: list[Text]) -> list[Text]:
     last = next(number for number, line in enumerate(lines) if LAST_SHOWN.match(line.plain))
     left_out = sum(line.plain.startswith("$ ") for line in lines[1:first])
     note = f"... {left_out} commands: the text, detokenised, as BPE, binarized"
-    return [lines[0], Text(note, style="dim"), Text(""), *lines[first : last + 1]]
+    return [lines[0], Text(note, style="dim"), Text(""), *lines[first : last + 1], Text("...", style="dim")]
 
 
 def draw(lines: list[Text], title: str) -> str:
-    """Lines as a terminal in SVG."""
-    console = Console(width=COLUMNS, record=True, file=tempfile.TemporaryFile("w"), force_terminal=True)
+    """Lines as a terminal in SVG, in a font of the reader's: nothing is fetched."""
+    console = Console(width=COLUMNS, record=True, file=io.StringIO(), force_terminal=True)
     for line in lines:
-        console.print(line, no_wrap=True, crop=True, overflow="crop", highlight=False)
-    return console.export_svg(title=title, unique_id="terminal")
+        console.print(line, no_wrap=True, overflow="crop", highlight=False)
+    picture = console.export_svg(title=title, unique_id="terminal")
+    return re.sub(r"\s*@font-face \{.*?\n    \}", "", picture, flags=re.DOTALL)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="for what the quickstart makes")
+    parser.add_argument("folder", type=Path)
     parser.add_argument("picture", type=Path)
     given = parser.parse_args()
-    given.folder.parent.mkdir(parents=True, exist_ok=True)
     try:
-        lines = record(f"lmtools quickstart {shlex.quote(given.folder.name)}", given.folder.parent)
+        lines = record("lmtools quickstart", given.folder)
     except subprocess.CalledProcessError as error:
         sys.exit(f"{error.output}\n{error}")
     given.picture.write_text(draw(excerpt(list(AnsiDecoder().decode("\n".join(lines)))), "lmtools"), encoding="utf-8")

@@ -135,6 +135,9 @@ def progress_bar(description: str, *, total: int | None, unit: str = "bytes") ->
     ) as progress:
         task = progress.add_task(description, total=total)
         yield lambda count: progress.advance(task, count)
+        if total is None:  # it is known now; the bar would be left without an end
+            progress.tasks[0].total = progress.tasks[0].completed  # `update(total=...)` would forget the speed
+            progress.update(task)
 
 
 def require_none_given(options: Mapping[str, object], reason: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import platform
 import re
@@ -21,6 +22,7 @@ import typer
 import lmtools
 from lmtools.cli import app, main
 from lmtools.cli.commands import COMMANDS
+from lmtools.cli.options import progress_bar
 from lmtools.errors import CheckpointError, ConfigError, DataError, DownloadError, LmtoolsError, WorkerError
 
 
@@ -251,3 +253,16 @@ def test_a_reader_that_stops_reading_is_no_error():
 def test_module_and_script_are_one_program():
     ran = subprocess.run([sys.executable, "-m", "lmtools", "--help"], capture_output=True, text=True, check=True)
     assert ran.stdout.startswith("Usage: lmtools [OPTIONS] COMMAND [ARGS]...\n")
+
+
+def test_a_progress_bar_of_unknown_length_ends_complete(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress_bar("load", total=None) as advance:
+        advance(1)
+        time.sleep(0.01)
+        advance(2)
+    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue().rpartition("load")[2])
+    assert re.search(r" 3/3 bytes [\d.]+ (bytes|kB)/s ", last)
