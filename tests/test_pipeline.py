@@ -10,7 +10,7 @@ import pytest
 from tests.support.documents import REPOSITORY, blocks, run_block
 from tests.support.random_checkpoint import write_random_checkpoint
 
-MAIN_JOB, BY_HAND = blocks(REPOSITORY / "README.md", "sh")
+MAIN_JOB, BY_HAND, *_ = blocks(REPOSITORY / "README.md", "sh")
 
 
 def test_main_job_on_any_text(golden, tmp_path):
