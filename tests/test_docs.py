@@ -167,6 +167,7 @@ def is_quick(page: Path) -> bool:
     return {command[1] for command in run} <= QUICK and not blocks(page, "python")
 
 
+@pytest.mark.timeout(1200)  # README alone starts twenty commands that load torch
 @pytest.mark.parametrize(
     "page",
     [

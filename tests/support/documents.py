@@ -78,7 +78,7 @@ def _run(command: list[str], folder: Path) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=600,
     )
     assert ran.returncode == 0, f"{command[-1]}\n{ran.stdout}\n{ran.stderr}"
     return ran.stdout
