@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmtools.cli.options import DType, JsonOption, print_json
+from lmtools.cli.options import DType, JsonOption, print_json, require_none_given
 from lmtools.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +40,9 @@ def plan(
         Path | None, typer.Option(help="TOML file with any option of `lmtools train`; options here come before it.")
     ] = None,
     evaluate: Annotated[bool, typer.Option("--eval", help="Plan an evaluation instead of training.")] = False,
-    vocab_size: Annotated[int, typer.Option(min=1, help="Types of the dictionary.")] = 51_200,
+    vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="Types of the dictionary; 51,200, or 267,744 for transformer_xl.")
+    ] = None,
     decoder_layers: Annotated[int | None, typer.Option(min=1, help="Layers.")] = None,
     decoder_embed_dim: Annotated[int | None, typer.Option(min=1, help="Width of the model.")] = None,
     decoder_ffn_embed_dim: Annotated[int | None, typer.Option(min=1, help="Width of the feed-forward layers.")] = None,
@@ -52,6 +54,21 @@ def plan(
             help="Output projection and embedding are one. Megatron's presets are taken as tied if this is not given.",
         ),
     ] = None,
+    n_layer: Annotated[int | None, typer.Option(min=1, help="Transformer-XL: layers.")] = None,
+    d_model: Annotated[int | None, typer.Option(min=1, help="Transformer-XL: width of the model.")] = None,
+    n_head: Annotated[int | None, typer.Option(min=1, help="Transformer-XL: attention heads.")] = None,
+    d_head: Annotated[int | None, typer.Option(min=1, help="Transformer-XL: width of a head.")] = None,
+    d_inner: Annotated[
+        int | None, typer.Option(min=1, help="Transformer-XL: width of the feed-forward layers.")
+    ] = None,
+    d_embed: Annotated[int | None, typer.Option(help="Transformer-XL: width of the first cluster's embedding.")] = None,
+    div_val: Annotated[int | None, typer.Option(min=1, help="Transformer-XL: as for `lmtools train`.")] = None,
+    cutoffs: Annotated[
+        str | None, typer.Option(metavar="<int,int,...>", help="Transformer-XL: first type of each tail cluster.")
+    ] = None,
+    mem_len: Annotated[int | None, typer.Option(min=0, help="Transformer-XL: positions that are remembered.")] = None,
+    dropout: Annotated[float | None, typer.Option(min=0, max=1, help="As for `lmtools train`.")] = None,
+    dropatt: Annotated[float | None, typer.Option(min=0, max=1, help="Transformer-XL: as for `lmtools train`.")] = None,
     mp: Annotated[
         int | None, typer.Option("--mp", "--model-parallel-size", min=1, help="Ranks that one model is split over.")
     ] = None,
@@ -103,6 +120,17 @@ def plan(
         "decoder_ffn_embed_dim": decoder_ffn_embed_dim,
         "decoder_attention_heads": decoder_attention_heads,
         "share_decoder_input_output_embed": share_decoder_input_output_embed,
+        "n_layer": n_layer,
+        "d_model": d_model,
+        "n_head": n_head,
+        "d_head": d_head,
+        "d_inner": d_inner,
+        "d_embed": d_embed,
+        "div_val": div_val,
+        "cutoffs": _numbers("--cutoffs", cutoffs),
+        "mem_len": mem_len,
+        "dropout": dropout,
+        "dropatt": dropatt,
         "mp": mp,
         "dp": dp,
         "zero": zero,
@@ -123,56 +151,78 @@ def plan(
     if config is None:
         # What no plan depends on, and what a file would say.
         flags["max_update"] = 1
+        is_of_streams = arch == "transformer_xl"
+        if is_of_streams:
+            flags["task"] = "truncated_bptt_lm"
         if batch_size is None and max_tokens is None:
-            flags["batch_size"] = 8 if evaluate else 1
+            flags["batch_size"] = 8 if evaluate and not is_of_streams else 1
     if link_bandwidth is not None and flops is None:
         raise ConfigError("--link-bandwidth: an estimate of time needs --flops too")
 
     import torch
 
-    from lmtools.models.architectures import TransformerLMConfig
-    from lmtools.plan.evaluation import eval_document, plan_evaluation
+    from lmtools.checkpoints.models import model_config
+    from lmtools.models.architectures import TransformerXLConfig
+    from lmtools.plan.evaluation import eval_document, plan_evaluation, plan_stream_evaluation
     from lmtools.plan.speed import Speed
     from lmtools.plan.training import blocks_in_batch, plan_training, training_document
     from lmtools.train.config import resolve
 
     run = resolve(config, flags)
-    if run.train.task != "language_modeling":
-        raise ConfigError(f"--arch {run.train.arch}: plan knows plain transformers only")
     tied = "share_decoder_input_output_embed"
     # fairseq trains Megatron's models in no other way, but its presets do not say so.
     assumed = config is None and tied not in flags and run.train.arch.startswith("transformer_lm_megatron")
     assumed = assumed and not run.model[tied]
     if assumed:
         run = resolve(config, flags | {tied: True})
+    if vocab_size is None:
+        vocab_size = 267_744 if run.train.task == "truncated_bptt_lm" else 51_200
+    model = model_config(run.model, vocab_size)
     speed = Speed(flops, utilisation, link_bandwidth) if flops else None
     limit = int(gpu_memory * GIB) if gpu_memory is not None else None
     if evaluate:
         train = run.train
-        outcome = plan_evaluation(
-            TransformerLMConfig(vocab_size=vocab_size, **run.model),
-            num_tokens=num_tokens,
-            tokens_per_sample=train.tokens_per_sample,
-            context_window=context_window,
-            batch_size=blocks_in_batch(train.batch_size, train.max_tokens, train.tokens_per_sample),
-            itemsize=getattr(torch, dtype.value).itemsize,
-            mp=train.mp,
-            dp=train.dp,
-            speed=speed,
-        )
+        sizes: dict[str, Any] = {
+            "num_tokens": num_tokens,
+            "tokens_per_sample": train.tokens_per_sample,
+            "batch_size": blocks_in_batch(train.batch_size, train.max_tokens, train.tokens_per_sample),
+            "itemsize": getattr(torch, dtype.value).itemsize,
+            "mp": train.mp,
+            "dp": train.dp,
+            "speed": speed,
+        }
+        if isinstance(model, TransformerXLConfig):
+            require_none_given({"--context-window": context_window}, "a stream has a memory instead")
+            outcome = plan_stream_evaluation(model, **sizes)
+        else:
+            outcome = plan_evaluation(model, context_window=context_window, **sizes)
         document = eval_document(outcome, limit)
-        lines = _eval_lines(outcome, dtype.value)
+        lines = _eval_lines(outcome, dtype.value, "chunks" if isinstance(model, TransformerXLConfig) else "windows")
     else:
         training = plan_training(run, vocab_size=vocab_size, speed=speed, device=device.value)
         document = training_document(training, limit)
         lines = _training_lines(training, speed)
+    if isinstance(model, TransformerXLConfig):
+        document["clusters"] = [end - start for start, end in model.cluster_bounds]
+        lines.insert(1, f"clusters               {', '.join(f'{rows:,}' for rows in document['clusters'])} types")
+    else:
+        document |= {tied: run.model[tied], "assumed": [tied] if assumed else []}
+        lines.insert(1, f"output projection      {_output_projection(run.model[tied], assumed)}")
     if as_json:
-        print_json(document | {tied: run.model[tied], "assumed": [tied] if assumed else []})
+        print_json(document)
         return
-    lines.insert(1, f"output projection      {_output_projection(run.model[tied], assumed)}")
     typer.echo("\n".join(lines))
     if gpu_memory is not None:
         typer.echo(f"{'fits' if document['fits'] else 'does NOT fit'} in {gpu_memory:g} GiB")
+
+
+def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{name} {text}: expected whole numbers with commas between them") from error
 
 
 def _output_projection(tied: bool, assumed: bool) -> str:
@@ -207,10 +257,10 @@ def _training_lines(plan: TrainingPlan, speed: Speed | None) -> list[str]:
     return lines
 
 
-def _eval_lines(plan: EvalPlan, dtype: str) -> list[str]:
+def _eval_lines(plan: EvalPlan, dtype: str, windows: str) -> list[str]:
     lines = [
         f"parameters             {plan.parameters:,}, {plan.parameters_on_rank:,} on a rank, {dtype}",
-        f"windows                {plan.num_windows:,} for {plan.tokens_scored:,} tokens, {plan.tokens_read:,} read",
+        f"{windows:22} {plan.num_windows:,} for {plan.tokens_scored:,} tokens, {plan.tokens_read:,} read",
         "memory of a rank",
         f"  weights              {_gib(plan.weights)}",
         f"  activations          {_gib(plan.activations)}",

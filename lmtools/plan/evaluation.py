@@ -9,9 +9,11 @@ import numpy as np
 
 from lmtools.data.blocks import Offsets, eval_windows
 from lmtools.evaluate.scoring import LOGITS_BYTES
-from lmtools.models.architectures import TransformerLMConfig
+from lmtools.models.architectures import TransformerLMConfig, TransformerXLConfig
 from lmtools.parallel.plans import shard_bounds
-from lmtools.plan.memory import FLOAT32_BYTES, num_elements, parameter_shapes, tp_shapes
+from lmtools.plan import transformer_xl
+from lmtools.plan.memory import num_elements, parameter_shapes, tp_shapes
+from lmtools.plan.sizes import FLOAT32_BYTES
 from lmtools.plan.speed import Speed
 
 
@@ -22,7 +24,7 @@ class EvalPlan:
     Attributes:
         parameters: of the whole model.
         parameters_on_rank: of a tp rank's share.
-        num_windows: how many windows score the split.
+        num_windows: how many windows score the split, or chunks of its streams.
         tokens_scored: each token once.
         tokens_read: what goes through the model, contexts included.
         weights: bytes on one rank.
@@ -78,11 +80,10 @@ def plan_evaluation(
     windows = eval_windows(
         np.array([num_tokens]), tokens_per_sample=tokens_per_sample, context_window=context_window, break_mode="none"
     )
-    shapes = parameter_shapes(model)
-    local = num_elements(tp_shapes(shapes, mp))
+    local = num_elements(tp_shapes(model, mp))
     flops = evaluation_flops(model, windows)
     return EvalPlan(
-        parameters=num_elements(shapes),
+        parameters=num_elements(parameter_shapes(model)),
         parameters_on_rank=local,
         num_windows=len(windows),
         tokens_scored=num_tokens,
@@ -97,8 +98,53 @@ def plan_evaluation(
             itemsize=itemsize,
         ),
         flops=flops,
-        hours=flops / (mp * dp * speed.flops * speed.utilisation) / 3600 if speed else None,
+        hours=_hours(flops, mp * dp, speed),
     )
+
+
+def plan_stream_evaluation(
+    model: TransformerXLConfig,
+    *,
+    num_tokens: int,
+    tokens_per_sample: int,
+    batch_size: int,
+    itemsize: int,
+    mp: int,
+    dp: int,
+    speed: Speed | None,
+) -> EvalPlan:
+    """Plan `lmtools eval --task truncated_bptt_lm`, by lmtools' rule; memory is counted as full from the beginning.
+
+    Args:
+        model: its shape, and how much it remembers.
+        num_tokens: of the split.
+        tokens_per_sample: of a chunk.
+        batch_size: streams of a replica.
+        itemsize: bytes of an element.
+        mp: tensor-parallel ranks.
+        dp: replicas.
+        speed: of a device, or None for no estimate of hours.
+    """
+    local = num_elements(tp_shapes(model, mp))
+    length = min(tokens_per_sample, num_tokens)
+    flops = transformer_xl.evaluation_flops(model, batch_size=1, length=length) / length * num_tokens
+    return EvalPlan(
+        parameters=num_elements(parameter_shapes(model)),
+        parameters_on_rank=local,
+        num_windows=-(-num_tokens // tokens_per_sample),
+        tokens_scored=num_tokens,
+        tokens_read=num_tokens,
+        weights=local * itemsize,
+        activations=transformer_xl.evaluation_activation_bytes(
+            model, transformer_xl.Batch(batch_size, length, mp, itemsize, mask=0)
+        ),
+        flops=flops,
+        hours=_hours(flops, mp * dp, speed),
+    )
+
+
+def _hours(flops: float, num_ranks: int, speed: Speed | None) -> float | None:
+    return flops / (num_ranks * speed.flops * speed.utilisation) / 3600 if speed else None
 
 
 def evaluation_flops(model: TransformerLMConfig, windows: Offsets) -> float:

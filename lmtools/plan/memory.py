@@ -10,20 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal, TypeAlias
+from typing import NamedTuple
 
-from lmtools.models.architectures import TransformerLMConfig
-from lmtools.models.transformer_lm import TransformerLM
+from lmtools.checkpoints.models import new_model, plan_of
+from lmtools.models.architectures import ModelConfig, TransformerLMConfig, TransformerXLConfig
 from lmtools.parallel.parallelize import without_memory
-from lmtools.parallel.plans import TRANSFORMER_LM, shard_bounds, split_of
+from lmtools.parallel.plans import shard_bounds, split_of
+from lmtools.plan import transformer_xl
+from lmtools.plan.sizes import FLOAT32_BYTES, TOKEN_BYTES, Device, Shape, mask_bytes
 from lmtools.train.config import TrainConfig
 from lmtools.train.precision import parameter_dtype
-
-Shape: TypeAlias = tuple[int, ...]
-Device: TypeAlias = Literal["cuda", "cpu"]
-
-FLOAT32_BYTES = 4
-TOKEN_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -54,18 +50,19 @@ class TrainingMemory:
         return sum(value for name, value in asdict(self).items() if name != "host")
 
 
-def parameter_shapes(config: TransformerLMConfig) -> dict[str, Shape]:
+def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """The whole shape of each parameter, tied ones once; from a model on the meta device."""
     with without_memory():
-        model = TransformerLM(config)
+        model = new_model(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def tp_shapes(shapes: Mapping[str, Shape], tp: int) -> dict[str, Shape]:
+def tp_shapes(config: ModelConfig, tp: int) -> dict[str, Shape]:
     """What tp rank 0 has of each parameter: ceil(length / tp) along the dimension that the plan table splits."""
     local = {}
-    for name, shape in shapes.items():
-        dim = split_of(name, TRANSFORMER_LM).dim
+    plan = plan_of(config)
+    for name, shape in parameter_shapes(config).items():
+        dim = split_of(name, plan).dim
         local[name] = shape if dim is None else (*shape[:dim], shard_bounds(shape[dim], tp, 0)[1], *shape[dim + 1 :])
     return local
 
@@ -130,7 +127,7 @@ def block_activation_bytes(
     """
     n = batch_size * length
     embed_dim, ffn_dim, heads = model.decoder_embed_dim, model.decoder_ffn_embed_dim, model.decoder_attention_heads
-    mask = 1 if device == "cuda" else itemsize
+    mask = mask_bytes(device, itemsize)
     between = 2 * n * embed_dim * itemsize + 4 * FLOAT32_BYTES * n
     if model.dropout:
         between += 2 * n * embed_dim * mask
@@ -178,7 +175,7 @@ def activation_bytes(
     around = TOKEN_BYTES * n + width * itemsize
     around += n * shard_bounds(model.vocab_size, tp, 0)[1] * FLOAT32_BYTES
     if model.dropout:
-        around += width * (1 if device == "cuda" else itemsize)
+        around += width * mask_bytes(device, itemsize)
     between = tp if sequence_parallel else 1
     if final_norm:
         around += (width * itemsize + 2 * FLOAT32_BYTES * n) // between
@@ -201,60 +198,80 @@ def activation_bytes(
 
 
 def training_memory(
-    config: TrainConfig, model: TransformerLMConfig, *, batch_size: int, device: Device = "cuda"
+    config: TrainConfig, model: ModelConfig, *, batch_size: int, device: Device = "cuda"
 ) -> TrainingMemory:
     """Everything on rank 0.
 
     Workspace is the largest of: the loss's gradient, twice, 8 n V / tp; with `--checkpoint-activations` one block's
-    activations; with parameters in float16 or bfloat16 the update of the largest one in float32, 8 an element.
+    activations; with parameters in float16 or bfloat16 the update of the largest one in float32, 8 an element; a
+    Transformer-XL's gradients within one layer (`transformer_xl.layer_backward_bytes`), which come to a recomputed
+    layer's activations, and with either those that wait (`transformer_xl.waiting_gradient_bytes`).
     Gathered are, for `--zero` 3, two blocks and what is outside the blocks; for `--zero` 2 all weights, from the
     forward to the backward pass; and for both, the gradients of a block.
 
     Args:
         config: the run.
         model: its model.
-        batch_size: blocks in a batch of one replica.
+        batch_size: blocks in a batch of one replica, or its streams.
         device: the kernels that activations are counted for.
     """
     itemsize = parameter_dtype(config).itemsize
-    on_tp_rank = tp_shapes(parameter_shapes(model), config.mp)
+    on_tp_rank = tp_shapes(model, config.mp)
     kept = zero_shapes(on_tp_rank, config.dp, config.zero)
-    n = batch_size * config.tokens_per_sample
-    block = block_activation_bytes(
-        model,
-        batch_size=batch_size,
-        length=config.tokens_per_sample,
-        tp=config.mp,
-        itemsize=itemsize,
-        sequence_parallel=config.sequence_parallel,
-        device=device,
-    )
+    of_batch = _batch_memory(config, model, batch_size, itemsize, device)
     largest = max(math.prod(shape) for shape in kept.values())
-    workspace = max(
-        2 * n * shard_bounds(model.vocab_size, config.mp, 0)[1] * FLOAT32_BYTES,
-        block if config.checkpoint_activations else 0,
-        2 * FLOAT32_BYTES * largest if itemsize < FLOAT32_BYTES else 0,
-    )
     return TrainingMemory(
         weights=num_elements(kept) * itemsize,
         gradients=num_elements(kept) * itemsize,
         optimizer=optimizer_bytes(kept, config),
-        activations=activation_bytes(
+        activations=of_batch.activations,
+        workspace=max(
+            of_batch.backward,
+            of_batch.block if config.checkpoint_activations else 0,
+            2 * FLOAT32_BYTES * largest if itemsize < FLOAT32_BYTES else 0,
+        ),
+        gathered=_gathered_elements(on_tp_rank, config) * itemsize,
+        host=of_batch.host,
+    )
+
+
+class _BatchMemory(NamedTuple):
+    """Bytes that a batch takes: kept on the device and on the host, of one block, and of the backward pass at once."""
+
+    activations: int
+    host: int
+    block: int
+    backward: int
+
+
+def _batch_memory(
+    config: TrainConfig, model: ModelConfig, batch_size: int, itemsize: int, device: Device
+) -> _BatchMemory:
+    length, tp, n = config.tokens_per_sample, config.mp, batch_size * config.tokens_per_sample
+    again, offload, sequence = config.checkpoint_activations, config.offload_activations, config.sequence_parallel
+    if isinstance(model, TransformerXLConfig):
+        batch = transformer_xl.Batch(batch_size, length, tp, itemsize, mask_bytes(device, itemsize))
+        waiting = transformer_xl.waiting_gradient_bytes(model, batch)
+        of_layer = transformer_xl.layer_backward_bytes(model, batch)
+        return _BatchMemory(
+            transformer_xl.activation_bytes(model, batch, checkpoint_activations=again, offload_activations=offload),
+            transformer_xl.host_bytes(model, batch) if offload else 0,
+            transformer_xl.layer_activation_bytes(model, batch) + of_layer + waiting,
+            max(transformer_xl.softmax_backward_bytes(model, batch), of_layer) + waiting,
+        )
+    sizes = {"batch_size": batch_size, "length": length, "tp": tp, "itemsize": itemsize}
+    return _BatchMemory(
+        activation_bytes(
             model,
-            batch_size=batch_size,
-            length=config.tokens_per_sample,
-            tp=config.mp,
-            itemsize=itemsize,
-            checkpoint_activations=config.checkpoint_activations,
-            offload_activations=config.offload_activations,
-            sequence_parallel=config.sequence_parallel,
+            **sizes,
+            checkpoint_activations=again,
+            offload_activations=offload,
+            sequence_parallel=sequence,
             device=device,
         ),
-        workspace=workspace,
-        gathered=_gathered_elements(on_tp_rank, config) * itemsize,
-        host=block_input_bytes(model, n, tp=config.mp, itemsize=itemsize, sequence_parallel=config.sequence_parallel)
-        if config.offload_activations
-        else 0,
+        block_input_bytes(model, n, tp=tp, itemsize=itemsize, sequence_parallel=sequence) if offload else 0,
+        block_activation_bytes(model, **sizes, sequence_parallel=sequence, device=device),
+        2 * n * shard_bounds(model.vocab_size, tp, 0)[1] * FLOAT32_BYTES,
     )
 
 

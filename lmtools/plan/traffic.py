@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lmtools.models.architectures import TransformerLMConfig
-from lmtools.plan.memory import num_elements, parameter_shapes, tp_shapes
+from lmtools.models.architectures import ModelConfig, TransformerXLConfig
+from lmtools.plan.memory import num_elements, tp_shapes
+from lmtools.plan.transformer_xl import tp_all_reduces
 from lmtools.train.config import TrainConfig
 from lmtools.train.precision import parameter_dtype
 
@@ -37,7 +38,7 @@ class Traffic:
     sent_bytes: int
 
 
-def training_traffic(config: TrainConfig, model: TransformerLMConfig, *, batch_size: int) -> list[Traffic]:
+def training_traffic(config: TrainConfig, model: ModelConfig, *, batch_size: int) -> list[Traffic]:
     """What one update sends.
 
     Over tp, in each batch, messages of n E s (n tokens of a batch, width E, s bytes of an element), L blocks:
@@ -49,27 +50,40 @@ def training_traffic(config: TrainConfig, model: TransformerLMConfig, *, batch_s
         all-gather       2 L + 1, and backward 2 L + 1; 2 L again under `--checkpoint-activations`
         reduce-scatter   2 L, and backward 2 L + 1; L again
 
+    A Transformer-XL's messages differ in size: `lmtools.plan.transformer_xl.tp_all_reduces`.
+
     Over dp, of a tp rank's share of the parameters: with `--zero 0` one all-reduce of the gradients in an update; with
     2 one all-gather of the weights and one reduce-scatter of the gradients in each batch; with 3 two all-gathers.
     """
     itemsize = parameter_dtype(config).itemsize
     rows = []
-    if config.mp > 1:
+    if config.mp > 1 and isinstance(model, TransformerXLConfig):
+        messages = tp_all_reduces(
+            model,
+            batch_size=batch_size,
+            length=config.tokens_per_sample,
+            checkpoint_activations=config.checkpoint_activations,
+        )
+        num_bytes = round(sum(messages) * itemsize) * config.update_freq
+        rows.append(_traffic("all-reduce", "tp", len(messages) * config.update_freq, num_bytes, config.mp))
+    elif config.mp > 1:
+        assert not isinstance(model, TransformerXLConfig)
         message = batch_size * config.tokens_per_sample * model.decoder_embed_dim * itemsize
         for kind, count in tp_collectives(
             model.decoder_layers,
             sequence_parallel=config.sequence_parallel,
             checkpoint_activations=config.checkpoint_activations,
         ).items():
-            rows.append(_traffic(kind, "tp", count * config.update_freq, message, config.mp))
+            count *= config.update_freq
+            rows.append(_traffic(kind, "tp", count, count * message, config.mp))
     if config.dp > 1:
-        share = num_elements(tp_shapes(parameter_shapes(model), config.mp)) * itemsize
+        share = num_elements(tp_shapes(model, config.mp)) * itemsize
         if config.zero == 0:
             rows.append(_traffic("all-reduce", "dp", 1, share, config.dp))
         else:
             gathers = (2 if config.zero == 3 else 1) * config.update_freq
-            rows.append(_traffic("all-gather", "dp", gathers, share, config.dp))
-            rows.append(_traffic("reduce-scatter", "dp", config.update_freq, share, config.dp))
+            rows.append(_traffic("all-gather", "dp", gathers, gathers * share, config.dp))
+            rows.append(_traffic("reduce-scatter", "dp", config.update_freq, config.update_freq * share, config.dp))
     return rows
 
 
@@ -88,6 +102,6 @@ def tp_collectives(num_layers: int, *, sequence_parallel: bool, checkpoint_activ
     }
 
 
-def _traffic(kind: Kind, axis: Literal["tp", "dp"], count: int, message: int, ranks: int) -> Traffic:
+def _traffic(kind: Kind, axis: Literal["tp", "dp"], count: int, num_bytes: int, ranks: int) -> Traffic:
     passes = 2 if kind == "all-reduce" else 1
-    return Traffic(kind, axis, count, count * message, passes * (ranks - 1) * count * message // ranks)
+    return Traffic(kind, axis, count, num_bytes, passes * (ranks - 1) * num_bytes // ranks)

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lmtools.models.architectures import TransformerLMConfig
+from lmtools.checkpoints.models import model_config
+from lmtools.models.architectures import TransformerXLConfig
 from lmtools.models.flops import training_flops_per_token
-from lmtools.plan.memory import Device, TrainingMemory, num_elements, parameter_shapes, tp_shapes, training_memory
+from lmtools.plan.memory import TrainingMemory, num_elements, parameter_shapes, tp_shapes, training_memory
+from lmtools.plan.sizes import Device
 from lmtools.plan.speed import Speed, StepTime, step_time
 from lmtools.plan.traffic import Traffic, training_traffic
 from lmtools.train.config import Run
@@ -52,7 +54,7 @@ def plan_training(run: Run, *, vocab_size: int, speed: Speed | None, device: Dev
         device: the kernels that activations are counted for.
     """
     config = run.train
-    model = TransformerLMConfig(vocab_size=vocab_size, **run.model)
+    model = model_config(run.model, vocab_size)
     batch_size = blocks_in_batch(config.batch_size, config.max_tokens, config.tokens_per_sample)
     shapes = parameter_shapes(model)
     tokens_on_replica = batch_size * config.tokens_per_sample * config.update_freq
@@ -69,7 +71,7 @@ def plan_training(run: Run, *, vocab_size: int, speed: Speed | None, device: Dev
     )
     return TrainingPlan(
         parameters=num_elements(shapes),
-        parameters_on_rank=num_elements(tp_shapes(shapes, config.mp)),
+        parameters_on_rank=num_elements(tp_shapes(model, config.mp)),
         dtype=str(parameter_dtype(config)).removeprefix("torch."),
         batch_size=batch_size,
         tokens_in_update=tokens_on_replica * config.dp,
@@ -89,11 +91,16 @@ def blocks_in_batch(batch_size: int | None, max_tokens: int | None, length: int)
 def flops_per_token(fields: Mapping[str, Any], *, vocab_size: int, length: int, checkpoint_activations: bool) -> float:
     """Operations of a whole model for a token: `training_flops_per_token`, 3 forward passes' worth.
 
-    `--checkpoint-activations` adds a fourth of the blocks: a third of that without its output projection's 6 V E.
+    `--checkpoint-activations` adds a fourth of the blocks: a third of that without its output projection's 6 V E, of a
+    Transformer-XL its shortlist's.
     """
     flops = training_flops_per_token(vocab_size=vocab_size, tokens_per_sample=length, fields=fields)
-    again = (flops - 6 * vocab_size * fields["decoder_embed_dim"]) / 3
-    return flops + (again if checkpoint_activations else 0)
+    model = model_config(fields, vocab_size)
+    if isinstance(model, TransformerXLConfig):
+        output = model.cluster_bounds[0][1] * model.embedding_dims[0]
+    else:
+        output = vocab_size * model.decoder_embed_dim
+    return flops + ((flops - 6 * output) / 3 if checkpoint_activations else 0)
 
 
 def training_document(plan: TrainingPlan, gpu_memory: int | None) -> dict[str, Any]:

@@ -55,12 +55,39 @@ def test_what_the_preset_or_the_file_says_is_not_assumed(lmtools, tmp_path):
     assert (as_run["share_decoder_input_output_embed"], as_run["assumed"]) == (False, [])
 
 
-def test_a_transformer_xl_is_refused(lmtools, tmp_path):
+XL = ["plan", "--arch", "transformer_xl", "--n-layer", 16, "--d-model", 410, "--n-head", 10, "--d-head", 41]
+XL += ["--d-inner", 2100]
+
+
+def test_training_of_a_transformer_xl(lmtools):
+    options = [*XL, "--mem-len", 150, "--tokens-per-sample", 150, "--batch-size", 15, "--dropout", 0.1, "--fp16"]
+    ran = lmtools(*options, "--dp", 4, "--json")
+    assert (ran.code, ran.err) == (0, "")
+    plan = json.loads(ran.out)
+    assert (plan["parameters"], plan["tokens_in_update"]) == (151_123_537, 4 * 15 * 150)
+    assert plan["clusters"] == [20_000, 20_000, 160_000, 67_744]
+    narrow = json.loads(lmtools(*options, "--cutoffs", "20000,60000", "--div-val", 4, "--json").out)
+    assert narrow["clusters"] == [20_000, 40_000, 207_744]
+    assert narrow["parameters"] < plan["parameters"] / 2
+    split = json.loads(lmtools(*options, "--mp", 2, "--json").out)
+    assert split["parameters_on_rank"] < plan["parameters"] * 0.51
+    assert [(row["axis"], row["kind"], row["count"]) for row in split["traffic"]] == [("tp", "all-reduce", 8 + 4 * 16)]
+
+
+def test_evaluation_of_a_transformer_xl(lmtools):
+    options = [*XL, "--eval", "--num-tokens", 245_569, "--tokens-per-sample", 64, "--mem-len", 640]
+    ran = lmtools(*options, "--dtype", "float32")
+    assert (ran.code, ran.err) == (0, "")
+    assert "chunks                 3,838 for 245,569 tokens, 245,569 read" in ran.out
+    more = json.loads(lmtools(*options, "--batch-size", 10, "--json").out)
+    assert more["activations"] > 8 * json.loads(lmtools(*options, "--json").out)["activations"]
+
+
+def test_a_configuration_file_of_a_transformer_xl(lmtools, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('arch = "transformer_xl"\ntask = "truncated_bptt_lm"\nbatch_size = 1\nmax_update = 5\n')
-    ran = lmtools("plan", "--config", file)
-    assert (ran.code, ran.out) == (2, "")
-    assert ran.err == "lmtools: --arch transformer_xl: plan knows plain transformers only\n"
+    plan = json.loads(lmtools("plan", "--config", file, "--vocab-size", 1000, "--json").out)
+    assert plan["clusters"] == [1000]
 
 
 @pytest.mark.parametrize(("gib", "verdict"), [(32, "fits in 32 GiB"), (16, "does NOT fit in 16 GiB")])
@@ -124,6 +151,15 @@ def test_a_configuration_file_is_planned_as_it_would_be_run(lmtools, tmp_path):
         (["--arch", "megatron"], "--arch megatron: expected one of transformer_lm, "),
         ([*ELEVEN[1:3], "--mp", 5], "--mp 5: does not divide the model's 32 attention heads"),
         ([*ELEVEN[1:3], "--zero", 1], "--zero: "),
+        (
+            ["--arch", "transformer_xl", "--eval", "--context-window", 9],
+            "--context-window: a stream has a memory instead",
+        ),
+        (["--arch", "transformer_xl", "--cutoffs", "9,x"], "--cutoffs 9,x: expected whole numbers"),
+        (
+            ["--arch", "transformer_xl", "--decoder-layers", 9],
+            "--decoder-layers: is no option of --arch transformer_xl",
+        ),
         ([*ELEVEN[1:3], "--link-bandwidth", 1e9], "--link-bandwidth: an estimate of time needs --flops too"),
     ],
 )

@@ -186,9 +186,8 @@ def test_total_is_at_least_the_peak_of_a_real_update_and_little_more(flags):
 def test_megatron_11b():
     """The published counts of the model and of one of its 8 ranks."""
     model = transformer_lm_megatron_11b(51_200, share_decoder_input_output_embed=True)
-    shapes = parameter_shapes(model)
-    assert num_elements(shapes) == 11_032_246_272
-    assert num_elements(tp_shapes(shapes, 8)) == 1_380_197_376
+    assert num_elements(parameter_shapes(model)) == 11_032_246_272
+    assert num_elements(tp_shapes(model, 8)) == 1_380_197_376
 
 
 def test_kernels_of_a_gpu_keep_a_byte_for_each_element_that_dropout_saw():
