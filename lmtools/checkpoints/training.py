@@ -9,8 +9,7 @@
       checkpoint_best -> checkpoint_2_1000
 
 A checkpoint is written under a temporary name, by all ranks in the background, and renamed when every byte is on the
-disk. It holds whole tensors by name, so it loads on any mesh. torch reads `.metadata` with pickle: here it goes through
-an allow-list that constructs the handful of record types it is made of, and nothing else.
+disk. It holds whole tensors by name, so it loads on any mesh. Its index is read by `training_index.py`.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
+from lmtools.checkpoints.training_index import read_metadata, tensor_shapes
 from lmtools.errors import CheckpointError, LmtoolsError
 from lmtools.files import atomic_write_text, fsync_directory
 from lmtools.parallel.mesh import Mesh
@@ -41,39 +40,6 @@ from lmtools.parallel.mesh import Mesh
 RECORD_NAME = "lmtools.json"
 FORMAT = "lmtools-training"
 FORMAT_VERSION = 1
-
-_METADATA_TYPES = (
-    {
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "Metadata",
-            "TensorStorageMetadata",
-            "TensorProperties",
-            "ChunkStorageMetadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        )
-    }
-    | {
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("pathlib", "PosixPath"),
-        ("pathlib._local", "PosixPath"),
-        ("collections", "OrderedDict"),
-    }
-    | {("torch", name) for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool")}
-)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Reads the index of a distributed checkpoint; constructs only the types that one consists of."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _METADATA_TYPES:
-            raise CheckpointError(f"its .metadata names {module}.{name}, which no checkpoint of lmtools does")
-        return super().find_class(module, name)
 
 
 class _Reader(dcp.FileSystemReader):
@@ -101,29 +67,6 @@ class _Writer(dcp.FileSystemWriter):
                     raise OSError(cause.errno, cause.strerror) from None
                 cause = cause.__context__
             raise
-
-
-def read_metadata(stream: IO[bytes]) -> Metadata:
-    """Read `.metadata`; every entry of it is a tensor, which torch reads without pickle's freedom.
-
-    Raises:
-        CheckpointError: it is broken, or is not what lmtools writes.
-    """
-    try:
-        metadata = _MetadataUnpickler(stream).load()
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"its .metadata is broken ({type(error).__name__}: {error})") from error
-    entries = getattr(metadata, "state_dict_metadata", None)
-    if not isinstance(metadata, Metadata) or not isinstance(entries, dict):
-        raise CheckpointError("its .metadata is not the index of a checkpoint")
-    for name, entry in entries.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"its .metadata holds {name!r} as an object, expected tensors only")
-        if not isinstance(getattr(entry, "size", None), torch.Size):
-            raise CheckpointError(f"its .metadata is broken (no size of {name!r})")
-    return metadata
 
 
 class CheckpointWriter:
@@ -295,16 +238,6 @@ def read_record(path: str | Path) -> dict[str, Any]:
     if not isinstance(record, dict) or record.get("format") != FORMAT or record.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(f"{location}: expected {FORMAT} version {FORMAT_VERSION}")
     return record
-
-
-def tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Names and whole shapes of a checkpoint's tensors, from its index alone."""
-    try:
-        with open(Path(path) / ".metadata", "rb") as stream:
-            entries = read_metadata(stream).state_dict_metadata
-    except (CheckpointError, OSError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    return {name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def load_tensors(path: str | Path, tensors: Mapping[str, Tensor], mesh: Mesh) -> None:

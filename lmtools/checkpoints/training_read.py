@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from lmtools.checkpoints.identity import identity_of_files
 from lmtools.checkpoints.lazy_tensor import LazyTensor
 from lmtools.checkpoints.models import model_config, new_model
-from lmtools.checkpoints.training import read_metadata, read_record
+from lmtools.checkpoints.training import read_record
+from lmtools.checkpoints.training_index import read_metadata
 from lmtools.checkpoints.unpickle import read_torch_file
 from lmtools.errors import CheckpointError, ConfigError
 from lmtools.models.architectures import ModelConfig

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmtools.cli.eval_output import bar_of_rank_0, original_counts, show, write, write_scores
+from lmtools.cli.eval_checks import require_sensible_options
+from lmtools.cli.eval_output import bar_of_rank_0, document_of, show, write
 from lmtools.cli.memory_options import (
     ClampLenOption,
     MemLenOption,
@@ -20,7 +21,6 @@ from lmtools.cli.memory_options import (
 )
 from lmtools.cli.options import Device, DType, JsonOption, require_none_given, say
 from lmtools.errors import ConfigError
-from lmtools.files import STDIO
 
 if TYPE_CHECKING:
     from lmtools.evaluate.run import ScoredSplit
@@ -127,7 +127,7 @@ def evaluate(
     subsets = gen_subset.split(",")
     if offload and mp * dp > 1:
         raise ConfigError(f"--offload: is for one process, found --mp {mp} --dp {dp}")
-    _require_sensible_options(subsets, context_window, add_bos_token, output, scores, resume, orig_tokens or orig_bytes)
+    require_sensible_options(subsets, context_window, add_bos_token, output, scores, resume, orig_tokens or orig_bytes)
     overrides = given_memory_options(mem_len, clamp_len, same_length)
     if task is Task.truncated_bptt_lm:
         refused = {
@@ -177,7 +177,7 @@ def evaluate(
     from lmtools.checkpoints.offload import load_offloaded, windows_together
     from lmtools.data.dictionary import Dictionary
     from lmtools.evaluate.batches import cut_batches
-    from lmtools.evaluate.result import checkpoint_hashes, result_of
+    from lmtools.evaluate.result import checkpoint_hashes
     from lmtools.evaluate.run import score_split
     from lmtools.evaluate.splits import open_split, require_rows
     from lmtools.parallel.launch import is_worker, run_workers
@@ -281,49 +281,13 @@ def evaluate(
         "model": asdict(checkpoint.config),
         "checkpoint_sha256": hashes,
     }
-    settings["scores"] = write_scores(scores, splits[0], scored[0].log_probs) if scores is not None else None
-    results = []
-    for split, outcome in zip(splits, scored, strict=True):
-        original, original_from = original_counts(split, orig_tokens, orig_bytes)
-        results.append(result_of(split, outcome, settings=settings, original=original, original_from=original_from))
-    document = results[0] if len(results) == 1 else {"results": results}
+    document = document_of(splits, scored, settings, scores=scores, orig_tokens=orig_tokens, orig_bytes=orig_bytes)
     write(document, output)
     for split in splits:
         journal = _journal_path(output or scores, split.name)
         if journal is not None:
             journal.unlink(missing_ok=True)
-    show(document, results, as_json=as_json)
-
-
-def _require_sensible_options(
-    subsets: list[str],
-    context_window: int,
-    add_bos_token: bool,
-    output: Path | None,
-    scores: Path | None,
-    resume: bool,
-    count_by_hand: int | None,
-) -> None:
-    """What needs no file to be refused."""
-    if add_bos_token and context_window:
-        raise ConfigError(
-            "--add-bos-token with --context-window: <s> would stand before or inside the context; use one"
-        )
-    if resume and output is None and scores is None:
-        raise ConfigError("--resume: needs the --output or --scores of the run that was cut off")
-    if len(set(subsets)) < len(subsets) or "" in subsets:
-        raise ConfigError(f"--gen-subset {','.join(subsets)}: expected names of splits, each once")
-    if scores is not None and len(subsets) > 1:
-        raise ConfigError("--scores: holds one split; give one --gen-subset")
-    if count_by_hand is not None and len(subsets) > 1:
-        raise ConfigError("--orig-tokens and --orig-bytes: are of one text; give one --gen-subset")
-    if scores is not None and scores == output:
-        raise ConfigError(f"--scores {scores}: is --output too; give two names")
-    for option, target in (("--output", output), ("--scores", scores)):
-        if target is not None and str(target) == STDIO:
-            raise ConfigError(f"{option} -: expected a file's name; --json prints the result on standard output")
-        if target is not None and (target.is_dir() or not target.absolute().parent.is_dir()):
-            raise ConfigError(f"{option} {target}: expected a file's name in a folder that exists")
+    show(document, as_json=as_json)
 
 
 def _journal_path(target: Path | None, subset: str) -> Path | None:

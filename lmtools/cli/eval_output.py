@@ -15,6 +15,7 @@ from lmtools.cli.options import Advance, print_json, progress_bar
 from lmtools.files import atomic_write, atomic_write_text, is_device_or_pipe, sha256_file
 
 if TYPE_CHECKING:
+    from lmtools.evaluate.run import ScoredSplit
     from lmtools.evaluate.scoring import Scores
     from lmtools.evaluate.splits import EvalSplit
     from lmtools.parallel.mesh import Mesh
@@ -23,6 +24,35 @@ if TYPE_CHECKING:
 def bar_of_rank_0(mesh: Mesh, description: str, total: int | None, unit: str) -> AbstractContextManager[Advance]:
     """A progress bar of rank 0's, which speaks for all."""
     return progress_bar(description, total=total, unit=unit) if mesh.rank == 0 else nullcontext(lambda count: None)
+
+
+def document_of(
+    splits: Sequence[EvalSplit],
+    scored: Sequence[ScoredSplit],
+    settings: dict[str, Any],
+    *,
+    scores: Path | None,
+    orig_tokens: int | None,
+    orig_bytes: int | None,
+) -> dict[str, Any]:
+    """The results with their settings, of one split just that; scores are written where they were asked for.
+
+    Args:
+        splits: what was scored.
+        scored: its scores.
+        settings: all that made them.
+        scores: file for the first split's log-probabilities, or None.
+        orig_tokens: tokens of the original text, as given by hand.
+        orig_bytes: its bytes, likewise.
+    """
+    from lmtools.evaluate.result import result_of
+
+    settings["scores"] = _write_scores(scores, splits[0], scored[0].log_probs) if scores is not None else None
+    results = []
+    for split, outcome in zip(splits, scored, strict=True):
+        original, source = original_counts(split, orig_tokens, orig_bytes)
+        results.append(result_of(split, outcome, settings=settings, original=original, original_from=source))
+    return results[0] if len(results) == 1 else {"results": results}
 
 
 def original_counts(
@@ -35,7 +65,7 @@ def original_counts(
     return given, "given"
 
 
-def write_scores(path: Path, split: EvalSplit, log_probs: Scores) -> dict[str, str] | None:
+def _write_scores(path: Path, split: EvalSplit, log_probs: Scores) -> dict[str, str] | None:
     """Write the score of every token; returns where, and the hash by which the result knows its scores again.
 
     None for a device or a pipe, which cannot be read again.
@@ -55,12 +85,12 @@ def write(document: Mapping[str, Any], output: Path | None) -> None:
         atomic_write_text(output, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def show(document: Mapping[str, Any], results: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
+def show(document: Mapping[str, Any], *, as_json: bool) -> None:
     """Print the results, for a program or for a person."""
     from lmtools.evaluate.result import summary_of
 
     if as_json:
         print_json(document)
     else:
-        for result in results:
+        for result in document.get("results", [document]):
             typer.echo(summary_of(result))

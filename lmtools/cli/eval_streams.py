@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmtools.cli.eval_output import bar_of_rank_0, original_counts, show, write, write_scores
+from lmtools.cli.eval_output import bar_of_rank_0, document_of, show, write
 from lmtools.cli.memory_options import with_memory_options
 from lmtools.cli.options import Device, DType
 from lmtools.errors import ConfigError, DataError
@@ -48,7 +48,7 @@ def evaluate_streams(
     from lmtools.checkpoints.load import load_model, open_checkpoint, require_dictionary_fits, require_divisible
     from lmtools.data.dictionary import Dictionary
     from lmtools.data.streams import cut_streams
-    from lmtools.evaluate.result import checkpoint_hashes, result_of
+    from lmtools.evaluate.result import checkpoint_hashes
     from lmtools.evaluate.splits import open_split
     from lmtools.evaluate.streams import score_streams, scored_part
     from lmtools.models.transformer_xl import TransformerXL
@@ -123,14 +123,9 @@ def evaluate_streams(
         "model": dataclasses.asdict(model.config),
         "checkpoint_sha256": hashes,
     }
-    settings["scores"] = write_scores(scores, splits[0], scored[0].log_probs) if scores is not None else None
-    results = []
-    for split, outcome in zip(splits, scored, strict=True):
-        original, source = original_counts(split, orig_tokens, orig_bytes)
-        results.append(result_of(split, outcome, settings=settings, original=original, original_from=source))
-    document = results[0] if len(results) == 1 else {"results": results}
+    document = document_of(splits, scored, settings, scores=scores, orig_tokens=orig_tokens, orig_bytes=orig_bytes)
     write(document, output)
-    show(document, results, as_json=as_json)
+    show(document, as_json=as_json)
 
 
 def _require_transformer_xl(checkpoint: Checkpoint) -> TrainingCheckpoint | TransformerXLCheckpoint:

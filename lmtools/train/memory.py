@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lmtools.checkpoints.training import load_tensors, tensor_shapes
+from lmtools.checkpoints.training import load_tensors
+from lmtools.checkpoints.training_index import tensor_shapes
 from lmtools.models.transformer_xl import LayerMemory, TransformerXL, zero_memories
 from lmtools.parallel.mesh import Mesh
 from lmtools.train.config import TrainConfig

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from lmtools.checkpoints.fairseq import FairseqCheckpoint, open_fairseq
 from lmtools.checkpoints.fairseq_training import FairseqTraining, read_fairseq_training
-from lmtools.checkpoints.training import is_training_checkpoint, load_tensors, read_record, tensor_shapes
+from lmtools.checkpoints.training import is_training_checkpoint, load_tensors, read_record
+from lmtools.checkpoints.training_index import tensor_shapes
 from lmtools.checkpoints.transformer_xl import TransformerXLCheckpoint, open_transformer_xl
 from lmtools.data.batches import Position
 from lmtools.errors import CheckpointError
@@ -32,6 +33,7 @@ from lmtools.train.data import RunData
 from lmtools.train.memory import load_memories
 from lmtools.train.optimizer import local_shard
 from lmtools.train.precision import LossScaler, parameter_dtype
+from lmtools.train.start_checks import require_same_model, require_same_optimizer, require_same_streams
 from lmtools.train.state import Progress, TrainState
 
 
@@ -151,9 +153,9 @@ def _from_lmtools(kind: Literal["resumed", "restored", "weights"], path: Path, r
         raise CheckpointError(f"{path}: its record is not that of a training run ({error})") from error
     if saved.dictionary_sha256 != data.dictionary.sha256:
         raise CheckpointError(f"{path}: was trained with another dictionary than {run.train.data}/dict.txt")
-    _require_same_model(path, saved.model, run.model)
+    require_same_model(path, saved.model, run.model)
     if kind != "weights" and not run.train.reset_dataloader and saved.progress.position.num_batches > 0:
-        _require_same_streams(path, record["train"], run.train)
+        require_same_streams(path, record["train"], run.train)
     return Origin(kind, path, vocab_size, saved=saved)
 
 
@@ -164,7 +166,7 @@ def _state_from_lmtools(run: Run, mesh: Mesh, origin: Origin, path: Path, saved:
         _load_weights(state, path, mesh)
     else:
         tensors = state.tensors()
-        _require_same_optimizer(path, tensors)
+        require_same_optimizer(path, tensors)
         load_tensors(path, tensors, mesh)
         state.scaler.load_state_dict(saved.loss_scaler)
     if origin.kind == "resumed":
@@ -194,16 +196,6 @@ def _load_weights(state: TrainState, path: Path, mesh: Mesh) -> None:
         local_shard(parameter.detach()).copy_(local_shard(masters[name]))
 
 
-def _require_same_optimizer(path: Path, wanted: Mapping[str, Tensor]) -> None:
-    saved = tensor_shapes(path)
-    missing = [name for name in wanted if name not in saved]
-    if missing:
-        raise CheckpointError(
-            f"{path}: has no {missing[0]}: it was trained with another optimizer or precision; "
-            "start from its weights with --restore-file and --reset-optimizer"
-        )
-
-
 def _restored(progress: Progress, config: TrainConfig) -> Progress:
     """What --reset-* leaves of a checkpoint's progress. An optimizer that starts anew counts its updates from 0."""
     if config.reset_optimizer:
@@ -222,7 +214,7 @@ def _restored(progress: Progress, config: TrainConfig) -> Progress:
 
 def _from_fairseq(kind: Literal["restored", "weights"], path: Path, run: Run, data: RunData) -> Origin:
     checkpoint = open_transformer_xl(path) or open_fairseq(path)
-    _require_same_model(path, asdict(checkpoint.config), run.model)
+    require_same_model(path, asdict(checkpoint.config), run.model)
     vocab_size, num_types = checkpoint.config.vocab_size, len(data.dictionary)
     if vocab_size < num_types:
         raise CheckpointError(
@@ -264,41 +256,3 @@ def _state_from_fairseq(run: Run, data: RunData, mesh: Mesh, origin: Origin) -> 
 def _fill(tensor: Tensor, read: ReadSlice, name: str) -> None:
     with torch.no_grad():
         local_shard(tensor).copy_(read(name, local_slices(tensor, tensor.shape)))
-
-
-def _require_same_streams(path: Path, saved: Mapping[str, Any], config: TrainConfig) -> None:
-    """Within an epoch, truncated BPTT goes on with the rows that it began with; replicas may divide them otherwise."""
-    if config.task != "truncated_bptt_lm":
-        return
-    rows, saved_rows = (run["batch_size"] * run["dp"] for run in (vars(config), saved))
-    found = {"--batch-size x --dp": saved_rows} | {name: saved[name] for name in _OF_STREAMS}
-    wanted = {"--batch-size x --dp": rows} | {name: getattr(config, name) for name in _OF_STREAMS}
-    for name, value in wanted.items():
-        if found[name] != value:
-            option = name if name.startswith("--") else f"--{name.replace('_', '-')}"
-            raise CheckpointError(
-                f"{path}: is within an epoch of {option} {found[name]}, this run has {value}; go on with the same, or "
-                "with --restore-file and --reset-dataloader"
-            )
-
-
-_OF_STREAMS = ("tokens_per_sample", "fairseq_compat")
-
-_FREE = frozenset(
-    ("dropatt", "init", "init_std", "init_range", "proj_init_std", "mem_len", "clamp_len", "same_length", "ext_len")
-)
-"""What changes no parameter and may be another in each run."""
-
-
-def _require_same_model(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """The same parameters, and the same function of them; what is dropped in training or remembered may differ."""
-    if saved.keys() != {*wanted, "vocab_size"}:
-        raise CheckpointError(f"{path}: holds a model of another kind than this run's --arch")
-    for name, value in wanted.items():
-        is_free = "dropout" in name or name in _FREE
-        if name == "max_target_positions":
-            is_free = not wanted["decoder_learned_pos"]
-        found = tuple(saved[name]) if isinstance(saved[name], list) else saved[name]
-        if found != value and not is_free:
-            option = f"--{name.replace('_', '-')}"
-            raise CheckpointError(f"{path}: {option} is {found!r} in the checkpoint, {value!r} in this run")

@@ -31,8 +31,8 @@ from lmtools.checkpoints.training import (
     load_tensors,
     read_record,
     remove_leftovers,
-    tensor_shapes,
 )
+from lmtools.checkpoints.training_index import tensor_shapes
 from lmtools.errors import CheckpointError
 from lmtools.parallel.mesh import Mesh, make_mesh
 from tests.support.ranks import run_ranks

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lmtools.checkpoints.training import read_record, tensor_shapes
+from lmtools.checkpoints.training import read_record
+from lmtools.checkpoints.training_index import tensor_shapes
 from lmtools.errors import CheckpointError
 from lmtools.train import validation
 from lmtools.train.checkpoints import BEST, LAST, superfluous
