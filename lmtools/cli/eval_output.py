@@ -29,7 +29,7 @@ def bar_of_rank_0(mesh: Mesh, description: str, total: int | None, unit: str) ->
 def document_of(
     splits: Sequence[EvalSplit],
     scored: Sequence[ScoredSplit],
-    settings: dict[str, Any],
+    settings: Mapping[str, Any],
     *,
     scores: Path | None,
     orig_tokens: int | None,
@@ -47,7 +47,8 @@ def document_of(
     """
     from lmtools.evaluate.result import result_of
 
-    settings["scores"] = _write_scores(scores, splits[0], scored[0].log_probs) if scores is not None else None
+    written = _write_scores(scores, splits[0], scored[0].log_probs) if scores is not None else None
+    settings = {**settings, "scores": written}
     results = []
     for split, outcome in zip(splits, scored, strict=True):
         original, source = original_counts(split, orig_tokens, orig_bytes)
