@@ -19,6 +19,7 @@ from lmtools.models.flops import training_flops_per_token
 from lmtools.parallel.mesh import Mesh
 from lmtools.train.config import Run
 from lmtools.train.metrics import open_metrics
+from lmtools.train.utilisation import PeakFlops
 from lmtools.train.validation import Validation
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ class Reporter:
             vocab_size=vocab_size, tokens_per_sample=run.train.tokens_per_sample, fields=run.model
         )
         self._world_size = mesh.world_size
-        self._peak_flops = 0.0
         self._metrics = open_metrics(Path(run.train.save_dir)) if self._speaks else None
         self._tensorboard: SummaryWriter | None = None
         self._line: Any = None
@@ -58,7 +58,7 @@ class Reporter:
             return
         config = self._config
         self._metrics.cut(progress.num_updates, progress.num_skipped)
-        self._peak_flops = matmul_flops_per_second(self._device, dtype) * self._world_size
+        self._peak = PeakFlops(self._device, dtype, self._world_size)
         if config.tensorboard_logdir is not None:
             self._tensorboard = _open_tensorboard(config.tensorboard_logdir, progress.num_updates)
         num_updates = progress.num_updates
@@ -114,7 +114,7 @@ class Reporter:
             "gradient_norm": _finite(result.gradient_norm),
             "loss_scale": state.scaler.scale,
             "memory_gib": peak_memory_bytes(self._device) / 2**30,
-            "flop_utilisation": tokens_per_second * self._flops_per_token / self._peak_flops,
+            "flop_utilisation": self._peak.share(tokens_per_second * self._flops_per_token),
         }
         text = " | ".join(
             [
@@ -128,9 +128,10 @@ class Reporter:
                 f"gnorm {result.gradient_norm:.3g}",
                 f"scale {state.scaler.scale:g}",
                 f"{values['memory_gib']:.2f} GiB",
-                f"{values['flop_utilisation']:.0%} of peak",
             ]
         )
+        if values["flop_utilisation"] is not None:
+            text += f" | {values['flop_utilisation']:.0%} of peak"
         if self._line is not None:
             self._line.describe(text)
         else:
@@ -272,20 +273,6 @@ def peak_memory_bytes(device: torch.device) -> int:
         return int(torch.cuda.max_memory_allocated(device))
     scale = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
-
-
-def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """What one rank reaches in a bare matrix product, the peak that utilisation is a share of; takes about 0.3 s."""
-    size = 1024 if device.type == "cpu" else 8192
-    a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-    (a @ b).sum().item()
-    best = math.inf
-    until = time.monotonic() + 0.3
-    while time.monotonic() < until:
-        start = time.perf_counter()
-        (a @ b)[0, 0].item()  # waits for the GPU
-        best = min(best, time.perf_counter() - start)
-    return float(2 * size**3 / best)
 
 
 def _finite(value: float | None) -> float | None:
