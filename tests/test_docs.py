@@ -7,7 +7,7 @@ Every fenced block says what it is:
     bash    cannot be run here (gigabytes to download, several machines, GPUs, another program): each command in it is
             read by the parser of its own program
     yaml    is read, and what it starts is read by its parser
-    text    is no input: a tree, a formula, output
+    text    is no input: a tree, a formula, output; directly after `sh` it is what that prints
 """
 
 from __future__ import annotations
@@ -185,9 +185,12 @@ def test_every_block_of_a_page_runs(page, golden, tmp_path):
         (tmp_path / "other-run").symlink_to(tmp_path / "run")
     elif not is_quick(page):
         lay_out_models(tmp_path, golden)
+    text = page.read_text(encoding="utf-8")
     for language, block in fenced(page):
         if language == "sh":
-            run_block(block, tmp_path)
+            printed = run_block(block, tmp_path)
+            _, directly_after, rest = text.partition(f"{block}```\n\n```text\n")
+            assert not directly_after or printed == rest.partition("```\n")[0]
         elif language == "python":
             run_python(block, tmp_path)
 
