@@ -108,17 +108,20 @@ def test_wikitext_model(shared_golden: Path, case):
 
 
 def assert_first_update_is_fairseqs(folder: Path, data: Path) -> None:
-    """Loss and gradient norm of the first update, from the initial checkpoint and a memory of zeros."""
+    """Loss and gradient norm of the first update, from the initial checkpoint and a memory of zeros.
+
+    Here in float64, which is the same on every processor; fairseq's norm in float32 is up to 1.0e-5 from it.
+    """
     with open(folder / "updates.rank0.jsonl", encoding="utf-8") as lines:
         update = json.loads(lines.readline())
-    model = load(folder / "checkpoint_init.pt")
+    model = load(folder / "checkpoint_init.pt").double()
     tokens_per_sample = model.config.mem_len  # as these were trained
     tokens = blocks(data / "train", tokens_per_sample, 4)[0]
     nll, _ = model(tokens[:, :-1], tokens[:, 1:], zero_memories(model.config, 4, next(model.parameters())))
     assert nll.sum().item() == pytest.approx(update["micro"][0]["loss_sum"], rel=1e-6)
     (nll.sum() / tokens.numel()).backward()
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-    assert norm.item() == pytest.approx(update["gnorm"], rel=1e-5)
+    assert norm.item() == pytest.approx(update["gnorm"], rel=1.5e-5)
 
 
 def test_own_models_first_update(golden: Path):
