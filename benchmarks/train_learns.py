@@ -16,7 +16,6 @@ import math
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+
+from learning import lmtools, split_text
 
 from lmtools.data.dictionary import Dictionary
 from lmtools.data.indexed import IndexedDataset
@@ -116,30 +117,6 @@ def best_ngram(folder: Path) -> tuple[int, float, float, int]:
     return order, losses[order], models[order].loss_base2(splits["test"]), len(splits["test"])
 
 
-def split_text(text: Path, folder: Path) -> None:
-    lines = text.read_text(encoding="utf-8").split("\n")
-    if lines[-1] == "":
-        lines.pop()
-    bounds = [0, len(lines) * 85 // 100, len(lines) * 90 // 100, len(lines)]
-    for name, start, end in zip(("train", "valid", "test"), bounds, bounds[1:], strict=False):
-        content = "".join(f"{line}\n" for line in lines[start:end])
-        (folder / f"{name}.txt").write_text(content, encoding="utf-8")
-
-
-def lmtools(command: str, folder: Path, *, capture: bool = False) -> str:
-    """Run a command of lmtools; what it says goes to the terminal."""
-    print(f"$ lmtools {command}", file=sys.stderr)
-    done = subprocess.run(
-        [sys.executable, "-m", "lmtools", *shlex.split(command)],
-        cwd=folder,
-        check=True,
-        stdout=subprocess.PIPE if capture else sys.stderr,
-        text=True,
-        env=os.environ | {"COLUMNS": "100", "LINES": "30"},
-    )
-    return done.stdout if capture else ""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="one sentence or paragraph a line, words between spaces")
@@ -152,7 +129,7 @@ def main() -> None:
     train = TRAIN.format(updates=updates, interval=max(updates // 12, 1))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        split_text(arguments.text, folder)
+        split_text([arguments.text], folder)
         lmtools(PREPARE, folder)
         order, ngram_valid, ngram_test, num_tokens = best_ngram(folder)
         started = time.monotonic()
