@@ -129,15 +129,15 @@ def draw(with_memory: dict[int, float], plain: dict[int, float], path: Path) -> 
     """Perplexity over how many tokens before the scored segment a model sees, in the colours of `lmtools plot`."""
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.add_subplot()
-    for name, colour, marker, label_y, found in (
-        ("Transformer-XL, by length of its memory", "#0072b2", "o", -14, with_memory),
-        ("plain Transformer, by length of its context", "#d55e00", "s", 6, plain),
+    for name, colour, marker, side, offset, found in (
+        ("Transformer-XL, by length of its memory", "#0072b2", "o", "right", (-4, -14), with_memory),
+        ("plain Transformer, by length of its context", "#d55e00", "s", "left", (4, 6), plain),
     ):
         axes.plot(list(found), list(found.values()), color=colour, marker=marker, label=name)
         for tokens, perplexity in found.items():
-            axes.annotate(
-                f"{perplexity:.1f}", (tokens, perplexity), textcoords="offset points", xytext=(4, label_y), color=colour
-            )
+            text = f"{perplexity:.1f}"
+            place = (tokens, perplexity)
+            axes.annotate(text, place, textcoords="offset points", xytext=offset, ha=side, color=colour)
     axes.set_xticks([multiple * SEGMENT for multiple in MULTIPLES])
     axes.set_xlabel(f"tokens seen before the segment of {SEGMENT} that is scored")
     axes.set_ylabel("test perplexity")
