@@ -91,16 +91,17 @@ class Reporter:
                 "seconds": state.progress.seconds,
             }
         )
-        self._interval.add(result)
+        now = time.monotonic()
+        self._interval.add(result, seconds=now - self._since)
+        self._since = now
         if self._line is not None:
             self._line.update(num_updates)
         if num_updates % self._config.log_interval == 0 or num_updates == 1:
             self._log(result, state, epoch)
 
     def _log(self, result: UpdateResult, state: TrainState, epoch: int) -> None:
-        now = time.monotonic()
-        elapsed, self._since = max(now - self._since, 1e-9), now
         interval, self._interval = self._interval, _Interval()
+        elapsed = max(interval.seconds, 1e-9)
         tokens_per_second = interval.num_tokens / elapsed
         loss = nats_to_bits(interval.loss_sum / interval.num_tokens) if interval.num_tokens else math.nan
         values: dict[str, Any] = {
@@ -163,7 +164,7 @@ class Reporter:
                 f"ppl {valid.perplexity:.2f}{words} | {valid.num_tokens:,} tokens | {best}",
             )
             self._plot(valid.subset, values, progress.num_updates)
-        self._since = time.monotonic()  # validation is not training speed
+        self._since = time.monotonic()  # validation is not training: its time is in no interval
 
     def saved(self, path: Path) -> None:
         """A checkpoint is complete."""
@@ -209,18 +210,20 @@ class Reporter:
 
 
 class _Interval:
-    """Sums since the last log line."""
+    """Sums since the last log line, and how long its updates took."""
 
     def __init__(self) -> None:
         self.loss_sum = 0.0
         self.num_tokens = 0
         self.num_updates = 0
+        self.seconds = 0.0
 
-    def add(self, result: UpdateResult) -> None:
+    def add(self, result: UpdateResult, *, seconds: float) -> None:
         if result.skipped is None:
             self.loss_sum += result.loss_sum
             self.num_tokens += result.num_tokens
         self.num_updates += 1
+        self.seconds += seconds
 
 
 class _Line:

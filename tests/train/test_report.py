@@ -1,0 +1,46 @@
+"""Rates are those of training alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmtools.train import report
+from lmtools.train.loop import UpdateResult
+from lmtools.train.precision import LossScaler
+from lmtools.train.report import Reporter
+from lmtools.train.state import Progress, TrainState
+from lmtools.train.validation import Validation
+from tests.support.training import cpu_mesh, tiny_run
+
+UPDATE = UpdateResult(
+    loss_sum=640.0, num_tokens=64, gradient_norm=1.0, learning_rate=0.1, skipped=None, stop_signal=0, num_written=0,
+    seconds=0.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("validates_after", [[], [5], [6, 9], [10], range(1, 20)])
+def test_neither_validation_nor_its_place_changes_the_rate(tmp_path: Path, monkeypatch, capsys, validates_after):
+    """Updates take 2 s each; a validation 100 s."""
+    clock = [0.0]
+    monkeypatch.setattr(report.time, "monotonic", lambda: clock[0])
+    run = tiny_run(log_interval=4, log_format="json", save_dir=str(tmp_path))
+    reporter = Reporter(run, cpu_mesh(run), vocab_size=144)
+    progress = Progress()
+    state = TrainState(torch.nn.Linear(1, 1), None, LossScaler.of(run.train), progress)
+    monkeypatch.setattr("lmtools.train.utilisation.matmul_flops_per_second", lambda *_: 1e12)
+    reporter.begin(progress, "new", 1, torch.float32)
+    for _ in range(20):
+        clock[0] += 2
+        progress.num_updates += 1
+        reporter.update(UPDATE, state, epoch=1)
+        if progress.num_updates in validates_after:
+            clock[0] += 100
+            reporter.validation([Validation("valid", 100.0, 50, None)], progress)
+    reporter.close()
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    rates = [(line["updates_per_second"], line["tokens_per_second"]) for line in lines if line["kind"] == "log"]
+    assert rates == [(0.5, 32.0)] * 6, "after the first update and after every fourth"
