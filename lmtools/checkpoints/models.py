@@ -74,7 +74,7 @@ def split_model(model: Model, mesh: Mesh, *, for_training: bool = False, sequenc
         return
     if isinstance(model, TransformerXL):
         parallelize(model, TRANSFORMER_XL, mesh.tp_mesh, shared_input=TRANSFORMER_XL_SHARED_INPUT)
-        model.adaptive_softmax.ops = LogitOps(logits.log_normalizer, logits.pick, logits.whole)
+        model.adaptive_softmax.ops = LogitOps(logits.nll, logits.log_normalizer, logits.whole)
         dropout = TRANSFORMER_XL_SPLIT_DROPOUT
     else:
         sequence_plan = TRANSFORMER_LM_SEQUENCE if sequence_parallel else None

@@ -79,8 +79,10 @@ def _log_normalizer(logits: Tensor) -> Tensor:
     return torch.logsumexp(logits, dim=-1)
 
 
-def _pick(logits: Tensor, labels: Tensor) -> Tensor:
-    return logits.gather(-1, labels[..., None]).squeeze(-1)
+def _nll(logits: Tensor, beside: Tensor | None, labels: Tensor) -> Tensor:
+    # The fused kernel: a logsumexp and a pick each go over all logits several times, and again in the backward pass.
+    whole = logits if beside is None else torch.cat([logits, beside], dim=-1)
+    return F.cross_entropy(whole, labels, reduction="none")
 
 
 def _whole(logits: Tensor) -> Tensor:
@@ -92,13 +94,14 @@ class LogitOps:
     """All that the softmax does with the logits of one cluster, `(..., V)`, for who splits clusters over their rows.
 
     Attributes:
+        nll: negative log-likelihood of each label, `(N)`, among logits `(N, V)` and others beside them, `(N, W)`, if
+            any: labels from V on are theirs.
         log_normalizer: log of the sum of exponentials, `(...)`.
-        pick: each label's logit; labels are `(...)`, rows of the cluster.
         whole: the logits as an ordinary tensor.
     """
 
+    nll: Callable[[Tensor, Tensor | None, Tensor], Tensor] = _nll
     log_normalizer: Callable[[Tensor], Tensor] = _log_normalizer
-    pick: Callable[[Tensor, Tensor], Tensor] = _pick
     whole: Callable[[Tensor], Tensor] = _whole
 
 
@@ -137,24 +140,21 @@ class AdaptiveSoftmax(nn.Module):
             `(...)` negative log-likelihood in nats, 0 where not scored; float32 or wider.
 
         Raises:
-            RuntimeError: a target is not in the vocabulary (on the CPU).
+            IndexError: a target is not in the vocabulary (on the CPU).
         """
         flat, labels = hidden.flatten(0, -2), targets.flatten()
         shortlist, tails = self._first_choice(flat)
-        nll = self._first_normalizer(shortlist, tails)
         scored = labels.clamp(min=0)
         if tails is None:
-            nll = nll - self.ops.pick(shortlist, scored)
+            nll = self.ops.nll(shortlist, None, scored)
         else:
             starts = torch.tensor([start for start, _ in self.bounds[1:]], device=labels.device)
             tail = torch.bucketize(labels, starts, right=True) - 1  # -1: in the shortlist
-            in_shortlist = self.ops.pick(shortlist, scored.clamp(max=self.bounds[0][1] - 1))
-            nll = nll - torch.where(tail < 0, in_shortlist, _pick(tails, tail.clamp(min=0)))
+            nll = self.ops.nll(shortlist, tails, torch.where(tail < 0, scored, self.bounds[0][1] + tail))
             for index, (start, _) in enumerate(self.bounds[1:], start=1):
                 rows = (tail == index - 1).nonzero().squeeze(-1)
                 logits = self._logits(index, flat[rows])
-                within = self.ops.log_normalizer(logits) - self.ops.pick(logits, labels[rows] - start)
-                nll = nll.index_add(0, rows, within)
+                nll = nll.index_add(0, rows, self.ops.nll(logits, None, labels[rows] - start))
         return nll.view(targets.shape).masked_fill(targets < 0, 0.0)
 
     def log_probs(self, hidden: Tensor) -> Tensor:

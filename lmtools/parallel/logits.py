@@ -50,6 +50,23 @@ def log_normalizer(logits: Tensor) -> Tensor:
     return total.log() + highest
 
 
+def nll(logits: Tensor, beside: Tensor | None, labels: Tensor) -> Tensor:
+    """Negative log-likelihood of each label, `(...)`.
+
+    Args:
+        logits: split, `(..., V)`.
+        beside: further logits, `(..., W)`, which every rank has whole, if any.
+        labels: `(...)`, rows of the whole vocabulary; those from V on are rows of `beside`.
+    """
+    normalizer, num_types = log_normalizer(logits), logits.shape[-1]
+    chosen = pick(logits, labels.clamp(max=num_types - 1) if beside is not None else labels)
+    if beside is not None:
+        normalizer = torch.logaddexp(normalizer, beside.logsumexp(dim=-1))
+        rows = (labels - num_types).clamp(min=0)
+        chosen = torch.where(labels < num_types, chosen, beside.gather(-1, rows[..., None]).squeeze(-1))
+    return normalizer - chosen
+
+
 def pick(logits: Tensor, labels: Tensor) -> Tensor:
     """The logit of each label, `(...)`; labels are `(...)`, rows of the whole vocabulary."""
     assert isinstance(logits, DTensor)

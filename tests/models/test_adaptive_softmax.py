@@ -137,7 +137,7 @@ def test_parameters_of_a_tail_without_targets_get_a_zero_gradient():
 def test_what_is_not_in_the_vocabulary_is_refused(variant):
     config = config_of(variant)
     for wrong in (V, V + 100):
-        with pytest.raises(RuntimeError, match="out of bounds"):
+        with pytest.raises(IndexError, match="out of bounds"):
             drawn(AdaptiveSoftmax(config))(some_hidden(1), torch.tensor([wrong]))
         with pytest.raises(IndexError):
             drawn(AdaptiveEmbedding(config))(torch.tensor([wrong]))
