@@ -61,7 +61,7 @@ class LmtoolsLM(TemplateLM):  # type: ignore[misc] # the harness has no types
         checkpoint = open_checkpoint(path)
         config = require_transformer_lm(checkpoint, "the harness takes plain transformers")
         place = Path(dictionary) if dictionary else None
-        self._codec, self._eos_index = open_codec(checkpoint, place, Bpe(bpe) if bpe else None, None, None)
+        self._codec, self._eos_index, _ = open_codec(checkpoint, place, Bpe(bpe) if bpe else None, None, None)
         self._mesh = make_mesh(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), dp=1, tp=1)
         self._model = load_transformer_lm(checkpoint, self._mesh, getattr(torch, dtype))
         self.max_length = config.max_target_positions

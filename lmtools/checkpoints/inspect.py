@@ -25,7 +25,7 @@ from lmtools.checkpoints.safetensors import find_manifest, open_safetensors, rea
 from lmtools.checkpoints.safetensors_files import read_safetensors
 from lmtools.checkpoints.training import RECORD_NAME, is_training_checkpoint
 from lmtools.checkpoints.training_read import TrainingCheckpoint, open_training
-from lmtools.checkpoints.transformer_xl import open_transformer_xl
+from lmtools.checkpoints.transformer_xl import TransformerXLCheckpoint, open_transformer_xl
 from lmtools.checkpoints.unpickle import plain, read_torch_file
 from lmtools.data.inspect import (
     files_of_split,
@@ -123,7 +123,10 @@ def _safetensors_set(path: Path) -> tuple[Description, list[Path]]:
 
 def _of_transformers(folder: Path) -> tuple[Description, list[Path]]:
     checkpoint = open_transformer_xl(folder) or open_huggingface(folder)
-    return _described(checkpoint, {"kind": "checkpoint of transformers"})
+    facts: Description = {"kind": "checkpoint of transformers"}
+    if isinstance(checkpoint, TransformerXLCheckpoint) and checkpoint.vocabulary_path is not None:
+        facts["vocabulary"] = checkpoint.vocabulary_path.name
+    return _described(checkpoint, facts)
 
 
 def _fairseq(path: Path) -> tuple[Description, list[Path]]:

@@ -19,6 +19,7 @@ from lmtools.checkpoints.safetensors import SafetensorsCheckpoint, find_manifest
 from lmtools.checkpoints.training import is_training_checkpoint
 from lmtools.checkpoints.training_read import TrainingCheckpoint, open_training
 from lmtools.checkpoints.transformer_xl import TransformerXLCheckpoint, open_transformer_xl
+from lmtools.checkpoints.vocabulary import Vocabulary, read_vocabulary
 from lmtools.data.dictionary import Dictionary
 from lmtools.errors import CheckpointError, ConfigError
 from lmtools.models.architectures import ModelConfig, TransformerLMConfig, TransformerXLConfig
@@ -128,7 +129,24 @@ def require_dictionary_fits(checkpoint: Checkpoint, num_types: int, where: str |
         raise CheckpointError(
             f"{where}: has {num_types} types, the embedding of {checkpoint.paths[0].name} has {rows} rows, which is "
             "neither as many nor as many with fairseq's padding; this is not the dictionary of the checkpoint"
+            + ("; put the vocab.pkl that came with it beside it" if _has_words_of_its_own(checkpoint) else "")
         )
+
+
+def _has_words_of_its_own(checkpoint: Checkpoint) -> bool:
+    """Whether it is transformers' Transformer-XL, which comes with a vocabulary."""
+    return isinstance(checkpoint, TransformerXLCheckpoint) and checkpoint.paths[0].name == "pytorch_model.bin"
+
+
+def own_vocabulary(checkpoint: Checkpoint) -> Vocabulary | None:
+    """The vocabulary of a checkpoint whose rows are no dictionary's indices, from the file beside it.
+
+    Raises:
+        CheckpointError: the file is broken, or of another model.
+    """
+    if not isinstance(checkpoint, TransformerXLCheckpoint) or checkpoint.vocabulary_path is None:
+        return None
+    return read_vocabulary(checkpoint.vocabulary_path, num_rows=checkpoint.config.vocab_size)
 
 
 def rows_of_dictionary(

@@ -31,6 +31,8 @@ _FOREIGN_PACKAGES = frozenset(
         "hydra",
         "megatron",
         "omegaconf",
+        "sacremoses",
+        "tokenizers",
         "transformers",
     )
 )
@@ -150,6 +152,13 @@ def _dict(_factory: Any = None) -> dict[Any, Any]:
     return {}
 
 
+def _counter(counts: Any = None) -> dict[Any, Any]:
+    """collections.Counter, which is given its counts at once."""
+    if not isinstance(counts, dict | None):
+        raise TypeError("a Counter of no dict")
+    return {} if counts is None else counts
+
+
 def _instance(cls: Any, _base: Any, _state: Any) -> ForeignRecord:
     """copyreg._reconstructor, with which protocols below 2 begin an instance."""
     if not isinstance(cls, ForeignClass):
@@ -182,6 +191,7 @@ _BUILDERS: Mapping[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): _size,
     ("collections", "OrderedDict"): _dict,
     ("collections", "defaultdict"): _dict,
+    ("collections", "Counter"): _counter,
     ("copyreg", "_reconstructor"): _instance,
     ("copy_reg", "_reconstructor"): _instance,
     ("numpy.core.multiarray", "scalar"): _numpy_scalar,
@@ -201,6 +211,9 @@ _FOREIGN_NAMES = frozenset(
         ("numpy.core.multiarray", "_reconstruct"),
         ("numpy._core.multiarray", "_reconstruct"),
         ("torch", "device"),
+        ("re", "_compile"),  # a pattern, as transformers' word tokenizers hold
+        ("data_utils", "Corpus"),  # of the original Transformer-XL, whose modules have no package
+        ("utils.vocabulary", "Vocab"),
         *((module, name) for module in ("builtins", "__builtin__") for name in _BUILTIN_TYPES),
         *(("typing", name) for name in ("Any", "Dict", "List", "Optional", "Tuple", "Union")),  # what omegaconf notes
     )

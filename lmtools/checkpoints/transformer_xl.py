@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ from lmtools.checkpoints.transformer_xl_names import (
     settings_from_shapes,
 )
 from lmtools.checkpoints.unpickle import plain, read_torch_file
+from lmtools.checkpoints.vocabulary import find_vocabulary_file
 from lmtools.errors import CheckpointError, ConfigError
 from lmtools.models.architectures import TransformerXLConfig
 from lmtools.models.transformer_xl import TransformerXL
@@ -45,6 +46,7 @@ class TransformerXLCheckpoint:
         tokens_per_sample: the length of chunks that it was trained on, if the file says.
         state: the file's state dict.
         sources: where in it each parameter is.
+        vocabulary_path: the file beside it that says which word is which row; None if rows are a dict.txt's indices.
     """
 
     paths: tuple[Path, ...]
@@ -52,6 +54,7 @@ class TransformerXLCheckpoint:
     tokens_per_sample: int | None
     state: Mapping[str, LazyTensor]
     sources: Mapping[str, Source]
+    vocabulary_path: Path | None = None
 
     format: ClassVar[str] = "transformer_xl"
 
@@ -163,7 +166,8 @@ def _open_hugging_face(folder: Path) -> TransformerXLCheckpoint | None:
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path}: holds no state dict")
     state = _tensors(content, path)
-    return _checked(path, _config(settings, state, options), _positive(settings.get("tgt_len")), state)
+    found = _checked(path, _config(settings, state, options), _positive(settings.get("tgt_len")), state)
+    return replace(found, vocabulary_path=find_vocabulary_file(folder))
 
 
 def _open_original(content: Mapping[str, Any], path: Path) -> TransformerXLCheckpoint:
@@ -179,7 +183,7 @@ def _open_original(content: Mapping[str, Any], path: Path) -> TransformerXLCheck
             f"{path}: has {num_tails} clusters of rare types and one table, which does not say where they begin; "
             f"expected the original's cutoffs for {config.vocab_size} types, {len(config.cluster_bounds) - 1} of them"
         )
-    return _checked(path, config, None, state)
+    return replace(_checked(path, config, None, state), vocabulary_path=find_vocabulary_file(path.parent))
 
 
 def _tensors(content: Mapping[Any, Any], path: Path) -> dict[str, LazyTensor]:

@@ -38,6 +38,9 @@ COMMANDS = {
     "detok": Command("detok:detok", "Detokenise WikiText, as fairseq's megatron_11b example does."),
     "download": Command("download:download", "Fetch checkpoints, dictionaries and texts, and check them."),
     "eval": Command("eval:evaluate", "Score a split with a checkpoint and report its perplexity."),
+    "export-dict": Command(
+        "export_dict:export_dict", "Write the words of a Transformer-XL of transformers as a dict.txt."
+    ),
     "generate": Command("generate:generate", "Continue prompts with a language model."),
     "inspect": Command("inspect:inspect", "Say what a file or folder is, and where it is broken."),
     "plan": Command("plan:plan", "Say what a run needs: memory, traffic, operations, time."),

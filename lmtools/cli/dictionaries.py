@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lmtools.errors import ConfigError
 
@@ -21,6 +21,20 @@ class Bpe(str, Enum):
     none = "none"
 
 
+class OpenCodec(NamedTuple):
+    """How text becomes a model's tokens.
+
+    Attributes:
+        codec: between text and tokens.
+        eos_index: the token that ends a sentence.
+        vocabulary: the file that says which words there are.
+    """
+
+    codec: Codec
+    eos_index: int
+    vocabulary: Path
+
+
 def open_codec(
     checkpoint: Checkpoint,
     dictionary: Path | None,
@@ -29,8 +43,8 @@ def open_codec(
     vocab_bpe: str | None,
     *,
     on_unknown: Callable[[str], None] | None = None,
-) -> tuple[Codec, int]:
-    """How text becomes the model's tokens, and the token that ends a sentence.
+) -> OpenCodec:
+    """How text becomes the model's tokens.
 
     Args:
         checkpoint: the model's.
@@ -42,17 +56,26 @@ def open_codec(
             such a word is refused.
     """
     from lmtools.checkpoints.huggingface_read import HuggingFaceCheckpoint
-    from lmtools.checkpoints.load import require_dictionary_fits
+    from lmtools.checkpoints.load import own_vocabulary, require_dictionary_fits
+    from lmtools.checkpoints.vocabulary import EOS
     from lmtools.data.dictionary import Dictionary
-    from lmtools.preprocess.codec import BpeCodec, TokenizerCodec, WordCodec, is_bpe
+    from lmtools.preprocess.codec import BpeCodec, RowsCodec, TokenizerCodec, WordCodec, is_bpe
     from lmtools.preprocess.gpt2_vocabulary import check_vocabulary, find_vocabulary, read_vocabulary
 
+    own = own_vocabulary(checkpoint)
+    if own is not None:
+        if dictionary or bpe is Bpe.gpt2:
+            raise ConfigError(f"--dict and --bpe: the model has words of its own, {own.path}; leave them out")
+        words = own.dictionary()
+        by_spelling = WordCodec(words, on_unknown=on_unknown, spellings={EOS: words.symbols[words.eos_index]})
+        return OpenCodec(RowsCodec(by_spelling, own.rows_of(words).tolist()), own.eos_row, own.path)
     place = dictionary or find_dictionary(checkpoint)
     if isinstance(checkpoint, HuggingFaceCheckpoint) and (place is None or checkpoint.settings["model_type"] == "gpt2"):
         if dictionary or bpe:
             raise ConfigError("--dict and --bpe: a GPT-2 folder has a tokenizer.json, which is used; leave them out")
         tokenizer = checkpoint.paths[0].parent / "tokenizer.json"
-        return TokenizerCodec(tokenizer, vocab_size=checkpoint.config.vocab_size), checkpoint.eos_index
+        codec = TokenizerCodec(tokenizer, vocab_size=checkpoint.config.vocab_size)
+        return OpenCodec(codec, checkpoint.eos_index, tokenizer)
     if place is None:
         raise ConfigError(
             f"{checkpoint.paths[0].parent}: has no dict.txt; give the one that the model was trained with by --dict"
@@ -61,11 +84,11 @@ def open_codec(
     words = Dictionary.load(place)
     require_dictionary_fits(checkpoint, len(words), place)
     if bpe is Bpe.none or (bpe is None and not is_bpe(words)):
-        return WordCodec(words, on_unknown=on_unknown), words.eos_index
+        return OpenCodec(WordCodec(words, on_unknown=on_unknown), words.eos_index, place)
     files = find_vocabulary(encoder_json, vocab_bpe)
     vocabulary = read_vocabulary(files)
     check_vocabulary(vocabulary, files)
-    return BpeCodec(words, vocabulary), words.eos_index
+    return OpenCodec(BpeCodec(words, vocabulary), words.eos_index, place)
 
 
 def find_dictionary(checkpoint: Checkpoint) -> Path | None:

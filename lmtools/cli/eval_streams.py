@@ -45,11 +45,17 @@ def evaluate_streams(
     """
     import torch
 
-    from lmtools.checkpoints.load import load_model, open_checkpoint, require_dictionary_fits, require_divisible
+    from lmtools.checkpoints.load import (
+        load_model,
+        open_checkpoint,
+        own_vocabulary,
+        require_dictionary_fits,
+        require_divisible,
+    )
     from lmtools.data.dictionary import Dictionary
     from lmtools.data.streams import cut_streams
     from lmtools.evaluate.result import checkpoint_hashes
-    from lmtools.evaluate.splits import open_split
+    from lmtools.evaluate.splits import open_split, require_vocabulary
     from lmtools.evaluate.streams import score_streams, scored_part
     from lmtools.models.transformer_xl import TransformerXL
     from lmtools.parallel.launch import is_worker, run_workers
@@ -62,7 +68,10 @@ def evaluate_streams(
     if tokens_per_sample is None:
         raise ConfigError("--tokens-per-sample: give the length of a chunk, this checkpoint does not say")
     dictionary = Dictionary.load(data / "dict.txt")
-    require_dictionary_fits(checkpoint, len(dictionary), data / "dict.txt")
+    vocabulary = own_vocabulary(checkpoint)
+    rows_of_types = vocabulary.rows_of(dictionary) if vocabulary is not None else None
+    if vocabulary is None:
+        require_dictionary_fits(checkpoint, len(dictionary), data / "dict.txt")
     whole = [
         open_split(
             data,
@@ -75,6 +84,9 @@ def evaluate_streams(
         )
         for name in subsets
     ]
+    if vocabulary is not None and rows_of_types is not None:
+        for split in whole:
+            require_vocabulary(split, vocabulary, rows_of_types, dictionary)
     streams = [
         cut_streams(
             split.tokens_in_split,
@@ -97,11 +109,12 @@ def evaluate_streams(
         with bar_of_rank_0(mesh, "load model", None, "bytes") as advance:
             model = load_model(checkpoint, mesh, getattr(torch, dtype.value), progress=advance)
             assert isinstance(model, TransformerXL)
-            hashes = checkpoint_hashes(checkpoint.paths, mesh, progress=advance)
+            words = () if vocabulary is None else (vocabulary.path,)
+            hashes = checkpoint_hashes([*checkpoint.paths, *words], mesh, progress=advance)
         scored = []
         for split, cut in zip(whole, streams, strict=True):
             with bar_of_rank_0(mesh, f"eval {split.name}", cut.num_targets, "tokens") as advance:
-                scored.append(score_streams(model, split, cut, mesh, progress=advance))
+                scored.append(score_streams(model, split, cut, mesh, rows_of_types=rows_of_types, progress=advance))
     if mesh.rank != 0:
         return
 
@@ -120,6 +133,7 @@ def evaluate_streams(
         "path": str(path),
         "data": str(data),
         "num_parts": checkpoint.num_parts,
+        "vocabulary": "dict.txt" if vocabulary is None else vocabulary.path.name,
         "model": dataclasses.asdict(model.config),
         "checkpoint_sha256": hashes,
     }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmtools.cli.dictionaries import Bpe, open_codec
+from lmtools.cli.dictionaries import Bpe, OpenCodec, open_codec
 from lmtools.cli.memory_options import (
     ClampLenOption,
     MemLenOption,
@@ -63,6 +63,9 @@ def generate(
     seed: Annotated[int, typer.Option(help="Of the draws, which depend on nothing else.")] = 1,
     beam: Annotated[int, typer.Option(min=1, help="Hypotheses of a beam search; 1 is no search.")] = 1,
     lenpen: Annotated[float, typer.Option(help="Beam search: above 0 favours long text, below 0 short.")] = 1.0,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past </s>, which becomes a newline in the text.")
+    ] = False,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Prompts at a time; 8, or with --offload as many as fit, if not given.")
     ] = None,
@@ -114,8 +117,9 @@ def generate(
         of_offloaded = require_transformer_lm(checkpoint, "its layers cannot be left in the file")
     require_divisible(checkpoint, mp)
     unknown: list[str] = []
-    codec, eos_index = open_codec(checkpoint, dictionary, bpe, encoder_json, vocab_bpe, on_unknown=unknown.append)
-    limits = Limits([*codec.known, eos_index], eos_index, max_new_tokens, max_positions)
+    opened = open_codec(checkpoint, dictionary, bpe, encoder_json, vocab_bpe, on_unknown=unknown.append)
+    codec, eos_index = opened.codec, opened.eos_index
+    limits = Limits([*codec.known, eos_index], eos_index, max_new_tokens, max_positions, ignore_eos)
     texts = prompt if prompt is not None else _read_prompts(prompts or STDIO)
     # A prompt is the beginning of a sentence: in training, what stands before one is the end of another.
     sources = []
@@ -146,7 +150,7 @@ def generate(
             model: Model = load_offloaded(checkpoint, mesh.device, getattr(torch, dtype.value))
         else:
             model = load_model(checkpoint, mesh, getattr(torch, dtype.value))
-        streamed = _Stream(codec, sources[0]) if _is_watched(sources, beam, as_json) and speaks else None
+        streamed = _Stream(opened, sources[0], ignore_eos) if _is_watched(sources, beam, as_json) and speaks else None
         shown = speaks and streamed is None
         bar = progress_bar("generate", total=len(texts), unit="prompts") if shown else nullcontext(lambda count: None)
         with bar as advance:
@@ -162,7 +166,8 @@ def generate(
                     )
                 for number, continuation in enumerate(found, start=start):
                     if shown:
-                        _print(texts[number], sources[number], continuation, codec, as_json)
+                        whole = _text(opened, [*sources[number], *continuation.tokens], ignore_eos)
+                        _print(texts[number], whole, sources[number], continuation, opened, as_json)
                     if speaks and continuation.stopped_by == "model maximum":
                         say(
                             f"prompt {number + 1}: ends after {len(continuation.tokens)} new tokens, since the model "
@@ -255,8 +260,9 @@ def _is_watched(sources: Sequence[Any], beam: int, as_json: bool) -> bool:
 class _Stream:
     """Prints a continuation as it comes; a character that takes several tokens, once they are all there."""
 
-    def __init__(self, codec: Codec, source: Sequence[int]) -> None:
-        self._codec = codec
+    def __init__(self, opened: OpenCodec, source: Sequence[int], ignore_eos: bool) -> None:
+        self._opened = opened
+        self._ignore_eos = ignore_eos
         self._tokens = list(source)
         self._shown = 0
         self._show()
@@ -270,14 +276,20 @@ class _Stream:
         print(flush=True)
 
     def _show(self, all_of_it: bool = False) -> None:
-        text = self._codec.decode(self._tokens)
+        text = _text(self._opened, self._tokens, self._ignore_eos)
         end = len(text) if all_of_it else len(text.rstrip("\ufffd"))
         print(text[self._shown : end], end="", flush=True)
         self._shown = max(self._shown, end)
 
 
-def _print(text: str, source: Sequence[int], found: Continuation, codec: Codec, as_json: bool) -> None:
-    whole = codec.decode([*source, *found.tokens])
+def _text(opened: OpenCodec, tokens: Sequence[int], ignore_eos: bool) -> str:
+    """Of a prompt and its continuation; the end of sentence before the prompt ends none of its lines."""
+    from lmtools.preprocess.codec import decode_lines
+
+    return decode_lines(opened.codec, tokens[1:], opened.eos_index) if ignore_eos else opened.codec.decode(tokens)
+
+
+def _print(text: str, whole: str, source: Sequence[int], found: Continuation, opened: OpenCodec, as_json: bool) -> None:
     if not as_json:
         print(whole, flush=True)
         return
@@ -286,8 +298,9 @@ def _print(text: str, source: Sequence[int], found: Continuation, codec: Codec, 
         "text": whole,
         "prompt_ids": list(source),
         "ids": found.tokens,
-        "tokens": [codec.token(token) for token in found.tokens],
+        "tokens": [opened.codec.token(token) for token in found.tokens],
         "log_probs": found.log_probs,
         "stopped_by": found.stopped_by,
+        "vocabulary": str(opened.vocabulary),
     }
     print(json.dumps(line, ensure_ascii=False, allow_nan=False), flush=True)

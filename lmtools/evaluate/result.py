@@ -95,6 +95,8 @@ def summary_of(result: Mapping[str, Any]) -> str:
         f"{result['subset']}: loss {result['loss_base2']:.4f} bits, perplexity {result['perplexity']:,.2f} over "
         f"{scored:,} tokens ({how})"
     ]
+    if result.get("vocabulary", "dict.txt") != "dict.txt":
+        lines.append(f"  words are the model's own, of its {result['vocabulary']}, found by their spelling")
     if result["tokens_skipped"]:
         lines.append(f"  NOT scored: {result['tokens_skipped']:,} of {result['tokens_in_split']:,} tokens, {left_out}")
     if result["tokens_unk"]:

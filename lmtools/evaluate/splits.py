@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,9 @@ from lmtools.data.dictionary import Dictionary
 from lmtools.data.indexed import IndexedDataset, bin_path
 from lmtools.errors import ConfigError, DataError
 from lmtools.files import sha256_file
+
+if TYPE_CHECKING:  # it knows torch, and this module is read by some that do not
+    from lmtools.checkpoints.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,47 @@ def require_rows(split: EvalSplit, rows: npt.NDArray[np.int32], dictionary: Dict
                 f"{split.prefix}.bin: token {bad} is {dictionary.symbols[split.tokens[bad]]!r}, which the model does "
                 "not know; for GPT-2, binarize text that was encoded with `lmtools bpe-encode`, with all its ids"
             )
+
+
+def require_vocabulary(
+    split: EvalSplit, vocabulary: Vocabulary, rows: npt.NDArray[np.int32], dictionary: Dictionary
+) -> None:
+    """Refuse a split that other words make than the model's: a perplexity of it would be of another text.
+
+    Args:
+        split: from `open_split`.
+        vocabulary: the model's.
+        rows: of the dictionary's indices, from `Vocabulary.rows_of`.
+        dictionary: the split's.
+
+    Raises:
+        DataError: the split has words that the model has not, or an `<unk>` that may be a word that the model has.
+    """
+    remedy = (
+        f"binarize the text again with the model's words: `lmtools export-dict {vocabulary.path} dict.txt`, then "
+        "`lmtools binarize --srcdict dict.txt`"
+    )
+    seen = np.zeros(len(rows), dtype=np.int64)
+    for start in range(0, len(split.tokens), 1 << 22):
+        seen += np.bincount(split.tokens[start : start + (1 << 22)], minlength=len(rows))
+    lacking = np.flatnonzero((rows < 0) & (seen > 0))
+    if len(lacking):
+        raise DataError(
+            f"{split.prefix}.bin: {int(seen[lacking].sum()):,} tokens are of {len(lacking):,} types that the model's "
+            f"{vocabulary.path.name} has not ({_a_few([dictionary.symbols[index] for index in lacking[:4]])}); {remedy}"
+        )
+    not_in_data = np.setdiff1d(np.arange(len(vocabulary)), rows)
+    if len(not_in_data) and seen[dictionary.unk_index]:
+        raise DataError(
+            f"{split.prefix}.bin: {int(seen[dictionary.unk_index]):,} tokens are <unk>, some of which may be words "
+            f"that the model has, since the split's dict.txt lacks {len(not_in_data):,} of these "
+            f"({_a_few([vocabulary.words[row] for row in not_in_data[:4]])}); {remedy}"
+        )
+
+
+def _a_few(words: Sequence[str]) -> str:
+    """Of at most four the first three, and whether there are more."""
+    return ", ".join(map(repr, words[:3])) + (", ..." if len(words) > 3 else "")
 
 
 def _require_known_types(tokens: Tokens, dictionary: Dictionary, prefix: Path) -> None:

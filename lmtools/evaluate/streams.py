@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -36,6 +37,7 @@ def score_streams(
     streams: Streams,
     mesh: Mesh,
     *,
+    rows_of_types: npt.NDArray[np.int32] | None = None,
     progress: Callable[[int], None],
 ) -> ScoredSplit:
     """Read all streams side by side. Every rank of the mesh must call it; replicas share the rows.
@@ -47,6 +49,7 @@ def score_streams(
         split: from `open_split`.
         streams: how it is cut; as many rows for each replica.
         mesh: where we are.
+        rows_of_types: the model's row for each index of the split's dictionary; None if they are the same.
         progress: called after each step with the number of tokens that all replicas have just scored.
 
     Returns:
@@ -66,7 +69,10 @@ def score_streams(
     is_scored = np.zeros(split.tokens_in_split, dtype=np.bool_)
     for step in range(streams.num_steps):
         chunks = read_chunks(split.tokens, streams, streams.chunk_ids(step, rows), eos_index=Dictionary.eos_index)
-        tokens, targets = (torch.from_numpy(ids).to(mesh.device) for ids in (chunks.tokens, chunks.targets))
+        read = (chunks.tokens, chunks.targets)
+        if rows_of_types is not None:
+            read = (rows_of(chunks.tokens, rows_of_types), rows_of(chunks.targets, rows_of_types))
+        tokens, targets = (torch.from_numpy(ids).to(mesh.device) for ids in read)
         nll, memories = model(tokens, targets, memories, keep_projections=True)
         mine = chunks.offsets >= 0
         offsets = chunks.offsets[mine]
@@ -80,6 +86,11 @@ def score_streams(
     assert int(is_scored.sum()) == streams.num_targets, "every target is scored once"
     found = scores[is_scored] if mesh.rank == 0 else scores[:0]
     return ScoredSplit(found, tokens_resumed=0, seconds=time.monotonic() - started)
+
+
+def rows_of(types: npt.NDArray[np.int64], rows_of_types: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """The model's rows of a dictionary's indices; what is no index (IGNORED) stays."""
+    return np.where(types < 0, types, rows_of_types[np.maximum(types, 0)])
 
 
 def _num_targets(split: EvalSplit, streams: Streams, step: int) -> int:

@@ -28,7 +28,7 @@ class Continuation:
     """What comes after a prompt.
 
     Attributes:
-        tokens: the new tokens, the end of sentence included if it came.
+        tokens: the new tokens, ends of sentence included.
         log_probs: the model's natural-log probability of each, whatever it was chosen by.
         stopped_by: why there are no more.
     """
@@ -48,12 +48,14 @@ class Limits:
         max_new_tokens: the most tokens.
         max_positions: the most tokens that the model reads, prompt included; None for any number. The last new token is
             not read.
+        ignore_eos: a continuation goes on past `eos_index`.
     """
 
     allowed: Sequence[int]
     eos_index: int
     max_new_tokens: int
     max_positions: int | None
+    ignore_eos: bool = False
 
     def room(self, prompt: Sequence[int]) -> int:
         """How many tokens can come after a prompt."""
@@ -78,7 +80,7 @@ class Limits:
 
     def stop_reason(self, tokens: Sequence[int], prompt: Sequence[int]) -> StopReason | None:
         """Why a continuation ends here, or None if it goes on."""
-        if tokens[-1] == self.eos_index:
+        if tokens[-1] == self.eos_index and not self.ignore_eos:
             return "end of sentence"
         if len(tokens) < self.room(prompt):
             return None

@@ -6,8 +6,9 @@ Files go through `bpe.py` and `binarize.py`; a line gives the same indices here,
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from lmtools.data.dictionary import Dictionary
@@ -44,20 +45,28 @@ class Codec(Protocol):
 class WordCodec:
     """Text whose words, between white space, are the dictionary's."""
 
-    def __init__(self, dictionary: Dictionary, *, on_unknown: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        dictionary: Dictionary,
+        *,
+        on_unknown: Callable[[str], None] | None = None,
+        spellings: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """Words of a dictionary.
 
         Args:
             dictionary: which words there are.
             on_unknown: called with each other word, which is then read as `<unk>`; without it such a word is refused.
+            spellings: the dictionary's words for some that are written otherwise.
         """
         self._dictionary = dictionary
         self._on_unknown = on_unknown
+        self._spellings = spellings
         self.known = [index for index, word in enumerate(dictionary.symbols) if not _UNWORDED.fullmatch(word)]
 
     def encode(self, text: str) -> list[int]:
         """See `Codec`."""
-        words = text.split()
+        words = [self._spellings.get(word, word) for word in text.split()]
         for word in words:
             if word in self._dictionary:
                 continue
@@ -75,6 +84,34 @@ class WordCodec:
     def token(self, index: int) -> str:
         """See `Codec`."""
         return self._dictionary.symbols[index]
+
+
+class RowsCodec:
+    """The text of another codec, whose indices are words of a model that has them in another order."""
+
+    def __init__(self, codec: Codec, rows: Sequence[int]) -> None:
+        """Rows instead of indices.
+
+        Args:
+            codec: between text and indices.
+            rows: the model's row for each index, -1 where it has none.
+        """
+        self._codec = codec
+        self._rows = rows
+        self._indices = {row: index for index, row in enumerate(rows) if row >= 0}
+        self.known = [rows[index] for index in codec.known]
+
+    def encode(self, text: str) -> list[int]:
+        """See `Codec`."""
+        return [self._rows[index] for index in self._codec.encode(text)]
+
+    def decode(self, indices: Sequence[int]) -> str:
+        """See `Codec`."""
+        return self._codec.decode([self._indices[row] for row in indices])
+
+    def token(self, index: int) -> str:
+        """See `Codec`."""
+        return self._codec.token(self._indices[index])
 
 
 class BpeCodec:
@@ -159,6 +196,17 @@ def encode_prompt(codec: Codec, text: str) -> list[int]:
     if not text.strip():
         raise DataError("is empty; a prompt has at least one word")
     return codec.encode(text.strip())
+
+
+def decode_lines(codec: Codec, indices: Sequence[int], eos_index: int) -> str:
+    """The text of indices, with a newline for each end of sentence."""
+    lines: list[list[int]] = [[]]
+    for index in indices:
+        if index == eos_index:
+            lines.append([])
+        else:
+            lines[-1].append(index)
+    return "\n".join(map(codec.decode, lines))
 
 
 def is_bpe(dictionary: Dictionary) -> bool:

@@ -214,6 +214,11 @@ def _restored(progress: Progress, config: TrainConfig) -> Progress:
 
 def _from_fairseq(kind: Literal["restored", "weights"], path: Path, run: Run, data: RunData) -> Origin:
     checkpoint = open_transformer_xl(path) or open_fairseq(path)
+    if isinstance(checkpoint, TransformerXLCheckpoint) and checkpoint.vocabulary_path is not None:
+        raise CheckpointError(
+            f"{path}: its rows are the words of {checkpoint.vocabulary_path.name}, in another order than that of "
+            f"{run.train.data}/dict.txt, which training does not bring together; `eval` and `generate` do"
+        )
     require_same_model(path, asdict(checkpoint.config), run.model)
     vocab_size, num_types = checkpoint.config.vocab_size, len(data.dictionary)
     if vocab_size < num_types:

@@ -88,6 +88,18 @@ def test_beam_search(lmtools, txl):
     ]
 
 
+@pytest.mark.parametrize("options", [[], ["--beam", 2], ["--top-k", 9]], ids=str)
+def test_past_the_end_of_a_line(lmtools, txl, options):
+    """Each </s> is a newline, also those of the prompt, but not the one before it."""
+    prompt = ["--prompt", "and </s> = end"]
+    [line] = objects(lmtools, *txl, *prompt, *options, "--ignore-eos")
+    assert "</s>" in line["tokens"][:-1]
+    assert (len(line["ids"]), line["stopped_by"]) == (12, "max new tokens")
+    lines = " ".join(["and </s> = end", *line["tokens"]]).split("</s>")
+    assert line["text"] == "\n".join(words.strip() for words in lines)
+    assert lmtools(*txl, *prompt, *options, "--ignore-eos").out == line["text"] + "\n"
+
+
 @pytest.mark.slow
 def test_workers_say_what_one_process_says(lmtools, start_lmtools, txl):
     """And say once what is not in the dictionary."""
@@ -131,7 +143,12 @@ def test_checkpoints_of_other_programs(lmtools, tmp_path):
     options = ["--prompt", "word1 word2 word0", "--max-new-tokens", 5, "--temperature", 1]
     [found] = objects(lmtools, "generate", "--path", tmp_path, *options)
     path = tmp_path / "original" / "m.pt"
-    assert objects(lmtools, "generate", "--path", path, *options, "--mem-len", 6) == [found]
+    [same] = objects(lmtools, "generate", "--path", path, *options, "--mem-len", 6)
+    assert (found.pop("vocabulary"), same.pop("vocabulary")) == (
+        f"{tmp_path}/dict.txt",
+        f"{tmp_path}/original/dict.txt",
+    )
+    assert same == found
     ran = lmtools("generate", "--path", path, *options)
     assert ran.code == 2
     assert ran.err.startswith(f"lmtools: {path}: remembers nothing (mem_len 0)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -28,13 +29,25 @@ def slow_beam_search(model, prompt, bounds: Limits, beam: int, lenpen: float) ->
             log_probs = slow_log_probs(model, [*prompt, *tokens]).tolist()
             extensions += [([*tokens, token], total + log_probs[token]) for token in bounds.allowed]
         extensions.sort(key=lambda extension: -extension[1])
-        ended += [extension for extension in extensions[:beam] if extension[0][-1] == bounds.eos_index]
-        live = [extension for extension in extensions if extension[0][-1] != bounds.eos_index][:beam]
+        end = None if bounds.ignore_eos else bounds.eos_index
+        ended += [extension for extension in extensions[:beam] if extension[0][-1] == end]
+        live = [extension for extension in extensions if extension[0][-1] != end][:beam]
         if len(ended) >= beam:
             live = []
             break
     best = max([*ended, *live], key=lambda one: one[1] / len(one[0]) ** lenpen)
     return best[0], best[1] / len(best[0]) ** lenpen
+
+
+@pytest.mark.parametrize("name", ["mp4", "txl"])
+def test_past_the_end_of_a_sentence(name):
+    """No hypothesis ends before the others: an end of sentence is a token like any."""
+    model, bounds = golden_model(name), dataclasses.replace(limits(max_new_tokens=7), ignore_eos=True)
+    found = [beam_search(model, prompt, ALONE, bounds, beam=2) for prompt in some_prompts(4)]
+    slow = [slow_beam_search(model, prompt, bounds, 2, 1.0) for prompt in some_prompts(4)]
+    assert [one.tokens for one in found] == [tokens for tokens, _ in slow]
+    assert any(EOS in one.tokens[:-1] for one in found)
+    assert {one.stopped_by for one in found} == {"max new tokens"}
 
 
 @pytest.mark.parametrize("lenpen", [1.0, 0.0, 2.0])

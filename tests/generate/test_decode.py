@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -30,7 +32,7 @@ def slowly(model, prompt, bounds: Limits, sampling: Sampling, number: int) -> Co
         [token] = choose(only_allowed[None], sampling, [(number, len(tokens))]).tolist()
         found.tokens.append(token)
         found.log_probs.append(float(log_probs[token]))
-        if token == bounds.eos_index:
+        if token == bounds.eos_index and not bounds.ignore_eos:
             found.stopped_by = "end of sentence"
         elif len(found.tokens) == bounds.max_new_tokens:
             found.stopped_by = "max new tokens"
@@ -44,6 +46,18 @@ def assert_same(found: list[Continuation], expected: list[Continuation], toleran
     assert [one.stopped_by for one in found] == [one.stopped_by for one in expected]
     for one, other in zip(found, expected, strict=True):
         assert one.log_probs == pytest.approx(other.log_probs, abs=tolerance)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", ["mp4", "txl"])
+def test_past_the_end_of_a_sentence(name, sampling):
+    """Which the models come to: as far as there is room, on the tokens that go before."""
+    model, prompts, bounds = golden_model(name), some_prompts(5), limits(max_new_tokens=12)
+    bounds = dataclasses.replace(bounds, ignore_eos=True)
+    expected = [slowly(model, prompt, bounds, SAMPLINGS[sampling], number) for number, prompt in enumerate(prompts)]
+    assert any(EOS in continuation.tokens[:-1] for continuation in expected)
+    assert {continuation.stopped_by for continuation in expected} == {"max new tokens"}
+    assert_same(continue_prompts(model, prompts, ALONE, bounds, SAMPLINGS[sampling]), expected)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

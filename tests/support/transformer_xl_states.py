@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,3 +86,19 @@ def original_state(config: TransformerXLConfig) -> dict[str, Tensor]:
     return {
         name: tensor for name, tensor in state.items() if not name.endswith(("dec_attn.r_w_bias", "dec_attn.r_r_bias"))
     }
+
+
+def write_huggingface_folder(folder: Path, config: TransformerXLConfig) -> None:
+    """A folder as transformers 4.30 saves it, with weights that are small enough for probabilities above zero."""
+    folder.mkdir(parents=True, exist_ok=True)
+    options = {**asdict(config), "model_type": "transfo-xl", "d_embed": D_MODEL, "tgt_len": 4}
+    (folder / "config.json").write_text(json.dumps(options))
+    state = {name: torch.sin(tensor) for name, tensor in huggingface_state(config).items()}
+    torch.save(state, folder / "pytorch_model.bin")
+
+
+def vocabulary_fields(words: Sequence[str]) -> dict[str, Any]:
+    """What a TransfoXLTokenizer's vocab.pkl holds of its words; it holds much more, which says nothing of them."""
+    counter = Counter({word: 100 - row for row, word in enumerate(words)})
+    rows = OrderedDict((word, row) for row, word in enumerate(words))
+    return {"counter": counter, "special": ["<eos>"], "lower_case": False, "idx2sym": list(words), "sym2idx": rows}
