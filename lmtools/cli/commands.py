@@ -29,7 +29,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "binarize": Command("binarize:binarize", "Turn text into .bin and .idx splits, as fairseq-preprocess does."),
+    "binarize": Command("binarize:binarize", "Make .bin and .idx splits of text, as fairseq-preprocess does."),
     "bpe-decode": Command("bpe_decode:bpe_decode", "Decode what bpe-encode wrote, line by line.", takes_many=True),
     "bpe-encode": Command(
         "bpe_encode:bpe_encode", "Encode text with GPT-2's BPE, as fairseq's encoder does.", takes_many=True
@@ -38,9 +38,7 @@ COMMANDS = {
     "detok": Command("detok:detok", "Detokenise WikiText, as fairseq's megatron_11b example does."),
     "download": Command("download:download", "Fetch checkpoints, dictionaries and texts, and check them."),
     "eval": Command("eval:evaluate", "Score a split with a checkpoint and report its perplexity."),
-    "export-dict": Command(
-        "export_dict:export_dict", "Write the words of a Transformer-XL of transformers as a dict.txt."
-    ),
+    "export-dict": Command("export_dict:export_dict", "Write the words of transformers' Transformer-XL as a dict.txt."),
     "generate": Command("generate:generate", "Continue prompts with a language model."),
     "inspect": Command("inspect:inspect", "Say what a file or folder is, and where it is broken."),
     "plan": Command("plan:plan", "Say what a run needs: memory, traffic, operations, time."),
