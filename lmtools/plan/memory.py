@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 from lmtools.checkpoints.models import new_model, plan_of
@@ -50,11 +52,12 @@ class TrainingMemory:
         return sum(value for name, value in asdict(self).items() if name != "host")
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
+@cache  # a plan asks several times, and 72 blocks take a second
+def parameter_shapes(config: ModelConfig) -> Mapping[str, Shape]:
     """The whole shape of each parameter, tied ones once; from a model on the meta device."""
     with without_memory():
         model = new_model(config)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return MappingProxyType({name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
 
 
 def tp_shapes(config: ModelConfig, tp: int) -> dict[str, Shape]:

@@ -103,7 +103,7 @@ def activation_bytes(
         2 n E m                             masks of --dropout, of embeddings and output
         n (E + E_0) s + 4 n (V_0 / tp + tails)   the output, and its projection; logits of the shortlist, float32 always
         n_i ((E + E_i) s + 4 V_i / tp)      the same for the n_i targets in tail i
-        25 n, or 45 n with tails            sums, and which logits are the targets'
+        21 n + 20 n_i of each tail          losses, and which logits are the targets'; 4 for each cluster
 
     Args:
         model: its shape.
@@ -132,13 +132,13 @@ def activation_bytes(
         around += n * sum(model.embedding_dims) * itemsize
     if model.dropout:
         around += 2 * n * model.d_model * mask
-    softmax = float(FLOAT32_BYTES * n * num_tails + (45 if num_tails else 25) * n)
+    softmax = float(FLOAT32_BYTES * n * num_tails + 21 * n + FLOAT32_BYTES * (num_tails + 1))
     targets = [n, *(in_clusters or tokens_in_clusters(model, n))[1:]]
     for index, ((start, end), dim, count) in enumerate(
         zip(model.cluster_bounds, model.embedding_dims, targets, strict=True)
     ):
         if index > 0:
-            softmax += count * d_model
+            softmax += count * (d_model + 20)
         if is_projected:
             softmax += count * dim * itemsize
         softmax += count * shard_bounds(end - start, tp, 0)[1] * FLOAT32_BYTES
@@ -154,8 +154,8 @@ def host_bytes(model: TransformerXLConfig, batch: Batch) -> int:
 def softmax_backward_bytes(model: TransformerXLConfig, batch: Batch) -> int:
     """What the softmax's backward pass needs at once, beside gradients of parameters.
 
-    16 n_i V_i / tp of the cluster for which this is largest, exponentials and gradients of its logits; and 4 n E s,
-    gradients of the output.
+    Of the cluster for which it is largest 8 n_i V_i, gradients of its logits and of what they are after the softmax,
+    or 16 n_i V_i / tp where it is split, exponentials too; and 4 n E s, gradients of the output.
     """
     n = batch.batch_size * batch.length
     counts = [n, *tokens_in_clusters(model, n)[1:]]
@@ -163,7 +163,8 @@ def softmax_backward_bytes(model: TransformerXLConfig, batch: Batch) -> int:
         count * shard_bounds(end - start, batch.tp, 0)[1]
         for (start, end), count in zip(model.cluster_bounds, counts, strict=True)
     )
-    return math.ceil(4 * FLOAT32_BYTES * logits) + 4 * n * model.d_model * batch.itemsize
+    times = 2 if batch.tp == 1 else 4
+    return math.ceil(times * FLOAT32_BYTES * logits) + 4 * n * model.d_model * batch.itemsize
 
 
 def waiting_gradient_bytes(model: TransformerXLConfig, batch: Batch) -> int:
@@ -248,9 +249,10 @@ def evaluation_activation_bytes(model: TransformerXLConfig, batch: Batch) -> int
 
         4 L c W s / tp          keys and values of all layers, those of the last chunk and those of this one
         L (K + 1) W s / tp      position keys
-        the larger of
+        the largest of
             3 h n K s / tp + (5 n + 2 c) W s / tp + 3 n E s     attention: scores by distance, scores, weights
-            4 n V_0 / tp + the largest 8 n_i V_i / tp           logits of the shortlist, of a cluster, exponentials
+            4 n V_0 / tp + the largest 8 n_i V_i / tp           logits of the shortlist, of a cluster, after the softmax
+            12 n V_0                                            those of the shortlist beside tails, where not split
     """
     batch_size, length, tp, itemsize, _ = batch
     n, num_keys = batch_size * length, model.mem_len + length
@@ -261,5 +263,6 @@ def evaluation_activation_bytes(model: TransformerXLConfig, batch: Batch) -> int
     attention += (5 * n + 2 * c) * width + 3 * n * model.d_model * itemsize
     types = [shard_bounds(end - start, tp, 0)[1] for start, end in model.cluster_bounds]
     tails = [count * rows for count, rows in zip(tokens_in_clusters(model, n)[1:], types[1:], strict=True)]
-    logits = FLOAT32_BYTES * (n * types[0] + max([n * types[0], *(2 * elements for elements in tails)]))
+    first = (3 if tails and tp == 1 else 2) * n * types[0]
+    logits = FLOAT32_BYTES * max([first, *(n * types[0] + 2 * elements for elements in tails)])
     return remembered + max(attention, math.ceil(logits))
