@@ -6,6 +6,7 @@ heavy is imported inside the command, so that `lmtools COMMAND --help` and the t
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -62,15 +63,31 @@ def main() -> NoReturn:
     SIGTERM and SIGHUP exit with 143 and 129. A ConfigError is wrong usage too: options that were understood one by one,
     and cannot work together.
     """
+    with _written_out():
+        try:
+            with worker(), _ended_in_order():
+                app(prog_name="lmtools")  # not `python -m lmtools`, for completion
+        except LmtoolsError as error:
+            if isinstance(error, WorkerError):
+                sys.stderr.write(error.traceback)  # a bug keeps its traceback, in a worker too
+            print(f"lmtools: {prefix_of_rank()}{error}", file=sys.stderr)
+            sys.exit(error.exit_code)
+        sys.exit(0)
+
+
+@contextmanager
+def _written_out() -> Iterator[None]:
+    """Have all that was printed written here; where that fails later, the interpreter prints a traceback."""
     try:
-        with worker(), _ended_in_order():
-            app(prog_name="lmtools")  # not `python -m lmtools`, for completion
-    except LmtoolsError as error:
-        if isinstance(error, WorkerError):
-            sys.stderr.write(error.traceback)  # a bug keeps its traceback, in a worker too
-        print(f"lmtools: {prefix_of_rank()}{error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    sys.exit(0)
+        yield
+    finally:
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter will flush it again
+            if not isinstance(error, BrokenPipeError):  # a reader that stops reading (`| head`) is no error
+                print(f"lmtools: standard output: {error.strerror}; what was printed is not whole", file=sys.stderr)
+            sys.exit(getattr(error.__context__, "code", 1) or 1)
 
 
 @contextmanager

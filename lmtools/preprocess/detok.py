@@ -115,7 +115,8 @@ def find_detokenized(source: str, output: str) -> Detokenized | None:
 
 def detokenize(line: str) -> str:
     """Detokenise one line; neither it nor the result has a line end."""
-    text: str = _moses().detokenize(line.strip().split(" "))
+    # fairseq passes the line cut at spaces; sacremoses puts them back before it does anything.
+    text: str = _moses().detokenize([line.strip()])
     for mark, replacement in _REPLACEMENTS:
         text = text.replace(mark, replacement)
     return text

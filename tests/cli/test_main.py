@@ -239,15 +239,32 @@ def test_what_a_process_was_told_to_ignore_it_ignores(run, monkeypatch):
     assert actions[1][0] is signal.getsignal(signal.SIGTERM)
 
 
-def test_a_reader_that_stops_reading_is_no_error():
+PRINTS = [sys.executable, "-m", "lmtools", "renorm-ppl", "8.46", "--new-tokens", "2", "--orig-tokens", "1"]
+
+
+@pytest.fixture(params=["buffered", "unbuffered"])
+def environment(request) -> dict[str, str]:
+    """Python writes what is printed when a buffer is full and at the end, or at once."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return variables | ({"PYTHONUNBUFFERED": "1"} if request.param == "unbuffered" else {})
+
+
+def test_a_reader_that_stops_reading_is_no_error(environment):
     """`lmtools ... | head` must not end in a traceback."""
-    command = [sys.executable, "-m", "lmtools", "renorm-ppl", "8.46", "--new-tokens", "2", "--orig-tokens", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(PRINTS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(timeout=60) == 1
+
+
+def test_output_that_cannot_be_written_is_one_line():
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "wb") as full:
+        ran = subprocess.run(PRINTS, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, check=False)
+    assert ran.stderr == "lmtools: standard output: No space left on device; what was printed is not whole\n"
+    assert ran.returncode == 1
 
 
 def test_module_and_script_are_one_program():
