@@ -78,6 +78,7 @@ def test_main_job_on_wikitext(shared_golden, shared_data, tmp_path):
     assert f"= {2 ** (result['loss_base2'] * 7301 / orig_tokens):,.2f}\n" in out
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_published_counts_of_the_whole_test_set(shared_golden, shared_data, tmp_path):
     """All of it as far as the dictionary; the manifest at the end has both counts."""

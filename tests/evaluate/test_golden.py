@@ -131,7 +131,7 @@ OWN = {
         (1, 2),
         pytest.param(1, 4, marks=pytest.mark.slow),
         (2, 1),
-        (3, 1),
+        pytest.param(3, 1, marks=pytest.mark.slow),
         pytest.param(2, 2, marks=pytest.mark.slow),
     ],
 )
@@ -166,7 +166,7 @@ SHARED = {
 
 
 @pytest.mark.shared
-@pytest.mark.parametrize("tp", [1, 2, *(pytest.param(tp, marks=pytest.mark.slow) for tp in (4, 8))])
+@pytest.mark.parametrize("tp", [1, *(pytest.param(tp, marks=pytest.mark.slow) for tp in (2, 4, 8))])
 def test_wikitext_models(shared_golden: Path, tp):
     cases = {name: case for name, case in SHARED.items() if tp in case.tp_sizes}
     data = shared_golden / "bin" / "built_1k"

@@ -126,7 +126,13 @@ def gradients(flags: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "flags", [{}, {"mp": 2}, pytest.param({"mp": 2, "sequence_parallel": True}, marks=pytest.mark.slow)], ids=str
+    "flags",
+    [
+        {},
+        pytest.param({"mp": 2}, marks=pytest.mark.slow),
+        pytest.param({"mp": 2, "sequence_parallel": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_what_is_computed_again_loses_the_same_again(flags):
     kept, again, offloaded = run_ranks(flags.get("mp", 1), three_ways, flags)[0]

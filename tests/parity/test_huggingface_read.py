@@ -25,7 +25,7 @@ def test_logits_are_those_of_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "xglm"])
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_on_any_mesh(name, tp, tmp_path):
     """q, k and v of GPT-2 are one tensor, of which each rank reads its heads' part of each third."""
     expected = save(tmp_path, MODELS[name])(some_tokens()).logits

@@ -59,7 +59,7 @@ def collectives_of_a_batch(flags: dict[str, Any], num_dims: int) -> tuple[dict[s
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("checkpoint_activations", [False, True])
+@pytest.mark.parametrize("checkpoint_activations", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_batch_makes_the_planned_collectives(sequence_parallel, checkpoint_activations):
     flags = {"sequence_parallel": sequence_parallel, "checkpoint_activations": checkpoint_activations}
     [(counts, _), *_] = run_ranks(2, collectives_of_a_batch, {"mp": 2, **flags}, 3)

@@ -41,6 +41,7 @@ def test_own_text_is_detokenised_as_by_fairseq(
     assert len(done) > 4
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_wikitext_is_detokenised_as_by_fairseq(shared_golden: Path, shared_data: Path, tmp_path: Path) -> None:
     raw = shared_data / "wikitext-103-raw" / "wiki.test.raw"

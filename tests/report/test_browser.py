@@ -55,7 +55,11 @@ def test_it_fits_and_can_be_read(browser, page, tmp_path, dark):
     assert {width: look["columns"] for width, look in found.items()} == {320: 1, 390: 1, 768: 1, 1200: 2}
 
 
-@pytest.mark.parametrize(("width", "dark"), [(390, True), (1200, False)], ids=["phone, dark", "desk, light"])
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [(390, True), pytest.param(1200, False, marks=pytest.mark.slow)],
+    ids=["phone, dark", "desk, light"],
+)
 def test_a_screenshot_shows_charts_in_both_colours(browser, page, tmp_path, width, dark):
     """On a background of one colour, curves in the style sheet's first two, and nothing that is left unstyled."""
     from matplotlib.image import imread

@@ -58,6 +58,7 @@ def test_every_second_epoch(tmp_path: Path):
     assert checkpoints(tmp_path) == [f"checkpoint_2_{2 * per_epoch}", f"checkpoint_3_{3 * per_epoch}"]
 
 
+@pytest.mark.slow
 def test_a_skipped_update_is_no_reason_to_save_or_validate(tmp_path: Path):
     """Update 0 is a multiple of every interval, and the number stays as long as updates are skipped."""
     flags = {"fp16": True, "fp16_init_scale": 2**30, "save_interval_updates": 2, "validate_interval_updates": 2}

@@ -48,7 +48,10 @@ def assert_identical(found: Leg, expected: Leg) -> None:
     [
         (1, 1, [10, 12, 20], {}),
         pytest.param(1, 1, [4, 9, 11], SCALED, marks=pytest.mark.slow),
-        (1, 1, [10, 20], {"memory_efficient_bf16": True, "update_freq": 2, "optimizer": "sgd", "momentum": 0.9}),
+        pytest.param(
+            *(1, 1, [10, 20], {"memory_efficient_bf16": True, "update_freq": 2, "optimizer": "sgd", "momentum": 0.9}),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(2, 2, [10, 20], {}, marks=pytest.mark.slow),
         pytest.param(
             2, 2, [3, 7], SCALED | {"zero": 3, "sequence_parallel": True, "clip_norm": 0.5}, marks=pytest.mark.slow
