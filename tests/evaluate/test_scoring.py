@@ -183,7 +183,9 @@ def on_meshes(dp: int, tp: int, cases: list[tuple[int, torch.dtype, int, int]]) 
     return [on_a_mesh(dp, tp, *case) for case in cases]
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(1, 3), (4, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("dp", "tp"), [(1, 3), pytest.param(4, 1, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)]
+)
 def test_any_mesh_gives_the_scores_of_one_device(dp, tp):
     """Vocabularies that the ranks do not divide; fewer windows than replicas; a last round that is not full."""
     exact, half = torch.float32, torch.bfloat16

@@ -91,7 +91,8 @@ def test_or_it_is_skipped_by_all(tmp_path: Path):
     assert (lines[2]["loss_sum"], lines[2]["loss_base2"]) == (None, None), "null, which JSON has, unlike NaN"
 
 
-@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 3])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path, zero: int):
     flags = {"dp": 2, "zero": zero, "fp16": True, "save_dir": str(tmp_path), "max_update": 4}
     legs = run_ranks(2, train_with_a_spoiled_update, flags, inf_in_gradient)
@@ -104,6 +105,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path, zero: int
     assert metrics(tmp_path)[2]["skipped"] == "overflow"
 
 
+@pytest.mark.slow
 def test_a_loss_scale_at_its_floor_ends_the_run_with_its_state_saved(tmp_path: Path):
     flags = {"fp16": True, "fp16_init_scale": 2**30, "min_loss_scale": 2.0**28, "save_dir": str(tmp_path)}
     with pytest.raises(LmtoolsError, match="gradients overflow at loss scale"):

@@ -59,7 +59,7 @@ def last_leg(flags: dict[str, Any], folder: Path, end: int) -> Leg:
             *(1, 1, [3, 7], {"fp16": True, "fp16_init_scale": 2**19, "fp16_scale_window": 3, "fairseq_compat": True}),
             marks=pytest.mark.slow,
         ),
-        (1, 2, [4, 7], {"update_freq": 2, "clip_norm": 0.25}),
+        pytest.param(1, 2, [4, 7], {"update_freq": 2, "clip_norm": 0.25}, marks=pytest.mark.slow),
         pytest.param(2, 2, [3, 6], {"zero": 3, "offload_activations": True}, marks=pytest.mark.slow),
     ],
     ids=["mp1", "mp1 fp16", "dp2", "mp2 dp2 zero3"],
