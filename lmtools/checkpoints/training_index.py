@@ -60,7 +60,8 @@ def read_metadata(stream: IO[bytes]) -> Metadata:
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"its .metadata is broken ({type(error).__name__}: {error})") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())  # torch writes several lines
+        raise CheckpointError(f"its .metadata is broken ({reason})") from error
     entries = getattr(metadata, "state_dict_metadata", None)
     if not isinstance(metadata, Metadata) or not isinstance(entries, dict):
         raise CheckpointError("its .metadata is not the index of a checkpoint")

@@ -75,7 +75,10 @@ def draw(weights: Tensor, numbers: Tensor) -> Tensor:
         int64 `(B,)`.
     """
     sums = weights.cumsum(dim=-1)
-    return torch.searchsorted(sums, numbers[:, None] * sums[:, -1:], right=True).squeeze(-1)
+    total = sums[:, -1:]
+    # A share of the least numbers there are rounds to all of it, which no sum exceeds.
+    share = torch.minimum(numbers[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(sums, share, right=True).squeeze(-1)
 
 
 def uniform(seed: int, prompt: int, position: int) -> float:

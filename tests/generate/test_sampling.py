@@ -43,7 +43,16 @@ def test_top_p_is_of_what_top_k_leaves():
     assert kept(top_k=3, top_p=0.77) == [1, 3, 4]
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=9).filter(any), st.floats(0, 1, exclude_max=True))
+WEIGHTS = st.lists(st.floats(0, 1, allow_subnormal=False), min_size=1, max_size=9).filter(any)
+
+
+@pytest.mark.parametrize("weights", [[5e-324], [0.0, 5e-324, 0.0], [5e-324, 5e-324]])
+def test_a_draw_is_a_token_however_small_the_weights(weights):
+    [index] = draw(torch.tensor([weights], dtype=torch.float64), torch.tensor([0.75], dtype=torch.float64)).tolist()
+    assert weights[index] > 0
+
+
+@given(WEIGHTS, st.floats(0, 1, exclude_max=True, allow_subnormal=False))
 def test_a_draw_is_where_the_sum_passes_the_share(weights, number):
     [index] = draw(torch.tensor([weights], dtype=torch.float64), torch.tensor([number], dtype=torch.float64)).tolist()
     assert weights[index] > 0
