@@ -13,6 +13,7 @@ from tests.support.random_checkpoint import write_random_checkpoint
 MAIN_JOB, BY_HAND, *_ = blocks(REPOSITORY / "README.md", "sh")
 
 
+@pytest.mark.slow
 def test_main_job_on_any_text(golden, tmp_path):
     """On a fresh clone: a small text, GPT-2's dictionary, and 8 random parts with fairseq's padding to 64 rows."""
     (tmp_path / "wiki.test.raw").write_bytes((golden / "train.txt").read_bytes())

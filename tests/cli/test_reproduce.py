@@ -186,6 +186,7 @@ def test_two_at_once_in_a_folder_are_refused(start_lmtools, lmtools, own, tmp_pa
     assert f"{tmp_path}: another reproduce is at work here" in ran.err
 
 
+@pytest.mark.slow
 def test_dry_run_writes_nothing(lmtools, own, tmp_path):
     ran = lmtools("reproduce", "megatron-11b", "--workdir", tmp_path / "new", "--dry-run")
     assert ran.code == 0
