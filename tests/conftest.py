@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# Models here are tiny: a second thread has nothing to do but wait for the first. Before torch is imported, and for the
-# processes that tests start.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Models here are tiny: a second thread has nothing to do but wait for the first. Before torch is imported, which reads
+# this once, and for the processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # How long an example may take says more about the machine than about the code.
 settings.register_profile("no deadline", deadline=None)

@@ -87,7 +87,7 @@ def _written_out() -> Iterator[None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter will flush it again
             if not isinstance(error, BrokenPipeError):  # a reader that stops reading (`| head`) is no error
                 print(f"lmtools: standard output: {error.strerror}; what was printed is not whole", file=sys.stderr)
-            sys.exit(getattr(error.__context__, "code", 1) or 1)
+            sys.exit(getattr(error.__context__, "code", 1) or 1)  # the code that it was ending with, if not 0
 
 
 @contextmanager

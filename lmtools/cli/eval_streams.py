@@ -69,7 +69,6 @@ def evaluate_streams(
         raise ConfigError("--tokens-per-sample: give the length of a chunk, this checkpoint does not say")
     dictionary = Dictionary.load(data / "dict.txt")
     vocabulary = own_vocabulary(checkpoint)
-    rows_of_types = vocabulary.rows_of(dictionary) if vocabulary is not None else None
     if vocabulary is None:
         require_dictionary_fits(checkpoint, len(dictionary), data / "dict.txt")
     whole = [
@@ -84,7 +83,9 @@ def evaluate_streams(
         )
         for name in subsets
     ]
-    if vocabulary is not None and rows_of_types is not None:
+    rows_of_types = None
+    if vocabulary is not None:
+        rows_of_types = vocabulary.rows_of(dictionary)
         for split in whole:
             require_vocabulary(split, vocabulary, rows_of_types, dictionary)
     streams = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,6 @@ from tests.support.arrays import read_npz
 
 EOS, UNK, PAD = Dictionary.eos_index, Dictionary.unk_index, Dictionary.pad_index
 ORIGINAL = OriginalText(path="test.raw", lines=400, words=4000, tokens=4400, num_bytes=20000)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that share cores with other work wait for each other in every product of these tiny matrices."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

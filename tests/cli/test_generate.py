@@ -8,7 +8,6 @@ import pty
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,14 +20,6 @@ from tests.support.ranks import run_ranks
 from tests.support.training import train_a_leg
 
 ALONE = Mesh(dp_size=1, tp_size=1, dp_rank=0, tp_rank=0, device=torch.device("cpu"), device_mesh=None)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

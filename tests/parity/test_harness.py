@@ -127,7 +127,6 @@ def test_word_perplexity_of_the_harness_own_wikitext(tmp_path, shared_data):
 
 
 def test_likelihoods_and_texts(exported):
-    torch.set_num_threads(1)
     ours = LmtoolsLM(path=str(GOLDEN / "mp4"), dictionary=str(GOLDEN / "bin"))
     theirs = HFLM(pretrained=str(exported), device="cpu", dtype="float32", max_length=32)
     pairs = [

@@ -93,7 +93,9 @@ def test_activations_are_those_of_a_real_model(variant):
         checkpoint_activations=again,
         in_clusters=in_clusters(model.config, tokens),
     )
-    assert planned == pytest.approx(kept, rel=0.005)
+    # Mean and deviation of both norms are in float32 on a GPU, which is planned; on a CPU in the model's dtype.
+    smaller_here = model.config.n_layer * 2 * 2 * (4 - dtype.itemsize) * tokens.numel()
+    assert planned == kept + smaller_here
 
 
 def test_a_gpu_keeps_a_byte_of_a_mask():
