@@ -123,6 +123,7 @@ def test_values_are_converted_to_the_dtype_asked_for(golden: Path) -> None:
         assert torch.equal(value, exact[name].bfloat16()), name
 
 
+@pytest.mark.slow
 def test_a_damaged_part_is_found_whichever_rank_would_read_it(tmp_path, golden: Path) -> None:
     shutil.copytree(golden / "mp4", tmp_path / "mp4")
     path = tmp_path / "mp4" / "model-model_part-2.pt"

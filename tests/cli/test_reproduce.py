@@ -221,6 +221,7 @@ def test_hours_of_a_text_of_ones_own_are_by_its_size(lmtools, tmp_path, monkeypa
     assert plan[plan.index("--num-tokens") + 1] == str(num_tokens)
 
 
+@pytest.mark.slow
 def test_copied_recipe_is_one_to_run(lmtools, tmp_path):
     assert lmtools("reproduce", "megatron-11b", "--copy", tmp_path / "copy.toml").code == 0
     ran = lmtools("reproduce", tmp_path / "copy.toml", "--dry-run", "--workdir", tmp_path)

@@ -96,6 +96,7 @@ def rank_1(marker: str) -> list[int]:
     return [process.pid for process in processes_with(marker) if process.environment.get("RANK") == "1"]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_all_in_time(start: Start, folder: Path, marker: str):
     running = start("--mp", 2, "--save-interval-updates", 4, *ENDLESS)
     running.wait_until(lambda: (folder / "checkpoint_last").exists())

@@ -184,7 +184,7 @@ def on_meshes(dp: int, tp: int, cases: list[tuple[int, torch.dtype, int, int]]) 
 
 
 @pytest.mark.parametrize(
-    ("dp", "tp"), [(1, 3), pytest.param(4, 1, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)]
+    ("dp", "tp"), [pytest.param(1, 3, marks=pytest.mark.slow), (4, 1), pytest.param(2, 2, marks=pytest.mark.slow)]
 )
 def test_any_mesh_gives_the_scores_of_one_device(dp, tp):
     """Vocabularies that the ranks do not divide; fewer windows than replicas; a last round that is not full."""

@@ -164,6 +164,7 @@ def test_a_long_memory_is_one_long_pass():
     np.testing.assert_allclose(own(options=whole), own(options=whole, chunk_len=403), rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_two_replicas_and_a_split_model_are_one_larger_batch():
     expected = own(batch_size=4)
     for dp, tp in ((2, 1), (2, 2)):

@@ -93,7 +93,10 @@ def on_a_mesh(tp: int, name: str) -> list[list[Continuation]]:
     return [continue_prompts(model, some_prompts(6), mesh, limits(12), sampling) for sampling in SAMPLINGS.values()]
 
 
-@pytest.mark.parametrize(("name", "tp"), [("mp4", 2), pytest.param("mp4", 4, marks=pytest.mark.slow), ("txl", 2)])
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [pytest.param("mp4", 2, marks=pytest.mark.slow), pytest.param("mp4", 4, marks=pytest.mark.slow), ("txl", 2)],
+)
 def test_any_mesh_continues_as_one_device_does(name, tp):
     """Heads and vocabulary are split; every rank has the same text."""
     expected = on_a_mesh(1, name)

@@ -280,6 +280,7 @@ def test_workers_that_handle_the_stop_signal_have_time_to_save(start: Start, tmp
     assert [path.read_text() for path in saved] == ["saved", "saved"]
 
 
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait_for_workers_that_save(start: Start, tmp_path: Path, marker: str) -> None:
     ready = tmp_path / "ready"
     command = start("2", f"1=never_done_saving:{ready}", "--save-on-stop")

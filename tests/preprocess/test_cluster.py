@@ -204,6 +204,7 @@ def test_a_scheduler_that_goes_is_an_error(tmp_path: Path, monkeypatch: pytest.M
             lose_the_scheduler()
 
 
+@pytest.mark.slow
 def test_a_scheduler_without_workers_or_none_at_all_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,7 @@ def train_with_a_spoiled_update(flags: dict[str, Any], spoil: Callable[[torch.nn
         return str(error)
 
 
-@pytest.mark.parametrize("spoil", [nan_in_loss, inf_in_gradient])
+@pytest.mark.parametrize("spoil", [nan_in_loss, pytest.param(inf_in_gradient, marks=pytest.mark.slow)])
 def test_a_loss_that_is_no_number_stops_all_after_saving_the_state_before_it(tmp_path: Path, spoil):
     flags = {"dp": 2, "save_dir": str(tmp_path), "max_update": 5}
     messages = run_ranks(2, train_with_a_spoiled_update, flags, spoil)

@@ -110,7 +110,9 @@ OWN_PLAIN = {
 }
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (1, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("dp", "tp"), [(1, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)]
+)
 def test_losses_norms_and_weights_are_fairseqs(golden: Path, dp, tp):
     folder = golden / "plain"
     recorded = recorded_updates(folder / "updates.rank0.jsonl")

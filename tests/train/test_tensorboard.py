@@ -44,6 +44,7 @@ def test_curves_are_those_of_metrics_jsonl(tmp_path):
     assert {"train/tokens_per_second", "train/memory_gib", "train/flop_utilisation"} <= read.keys()
 
 
+@pytest.mark.slow
 def test_what_a_resumed_run_makes_again_is_there_once(tmp_path):
     """The run goes on from update 4, as if it had been killed before its checkpoint of update 8 was complete."""
     for end in (4, 8):
