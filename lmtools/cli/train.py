@@ -91,6 +91,7 @@ def _train(run: Run, ignored: list[str]) -> None:
         return
 
     from lmtools.files import atomic_write_text
+    from lmtools.parallel.allocator import keep_freed_memory
     from lmtools.train.loop import train as run_loop
     from lmtools.train.precision import parameter_dtype
     from lmtools.train.report import Reporter
@@ -105,6 +106,7 @@ def _train(run: Run, ignored: list[str]) -> None:
             report.begin(state.progress, origin, num_parameters, parameter_dtype(config))
             if mesh.rank == 0:
                 atomic_write_text(Path(config.save_dir) / "config.toml", to_toml(run))
+            keep_freed_memory(mesh.device)
             received = run_loop(run, data, state, mesh, report, stop)
         finally:
             report.close()

@@ -1,0 +1,34 @@
+"""What the C library does with memory that a process frees, where a model runs on CPUs.
+
+glibc gives a large block back to the kernel as soon as it is freed, and the next one of that size is faulted in and
+zeroed page by page. Every update of training frees and asks again for all its activations: 6 layers, d 512 and 4 blocks
+of 1,024 tokens are 170,000 page faults an update, 0.3 s of system time in 4 s on 2 cores. GPUs are not concerned:
+there torch keeps freed memory itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import torch
+
+# <malloc.h>
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """From now on this process keeps what it frees and uses it again, if it computes on a CPU.
+
+    It holds its high-water mark until it ends, so call it when the model is loaded and what loading needed is free.
+    Without glibc nothing changes.
+
+    Args:
+        device: where this rank computes.
+    """
+    if device.type != "cpu" or sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, -1)
