@@ -6,7 +6,6 @@ heavy is imported inside the command, so that `lmtools COMMAND --help` and the t
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import typer
 
 from lmtools import __version__
 from lmtools.cli.commands import CommandTable
+from lmtools.cli.standard_streams import checked_standard_streams
 from lmtools.errors import LmtoolsError, WorkerError
 from lmtools.parallel.launch import is_worker, prefix_of_rank, worker
 
@@ -63,7 +63,7 @@ def main() -> NoReturn:
     SIGTERM and SIGHUP exit with 143 and 129. A ConfigError is wrong usage too: options that were understood one by one,
     and cannot work together.
     """
-    with _written_out():
+    with checked_standard_streams():
         try:
             with worker(), _ended_in_order():
                 app(prog_name="lmtools")  # not `python -m lmtools`, for completion
@@ -73,21 +73,6 @@ def main() -> NoReturn:
             print(f"lmtools: {prefix_of_rank()}{error}", file=sys.stderr)
             sys.exit(error.exit_code)
         sys.exit(0)
-
-
-@contextmanager
-def _written_out() -> Iterator[None]:
-    """Have all that was printed written here; where that fails later, the interpreter prints a traceback."""
-    try:
-        yield
-    finally:
-        try:
-            sys.stdout.flush()
-        except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter will flush it again
-            if not isinstance(error, BrokenPipeError):  # a reader that stops reading (`| head`) is no error
-                print(f"lmtools: standard output: {error.strerror}; what was printed is not whole", file=sys.stderr)
-            sys.exit(getattr(error.__context__, "code", 1) or 1)  # the code that it was ending with, if not 0
 
 
 @contextmanager

@@ -29,6 +29,8 @@ from lmtools.errors import DataError
 from lmtools.files import COMPRESSED_SUFFIXES, disk_errors, is_device_or_pipe, open_binary
 
 _READ_BYTES = 1 << 20
+# Plain writing says what is wrong with a stream that is not open for it, or does the work.
+_NO_SENDFILE = (errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.ENOTSOCK, errno.ENOTSUP)
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,7 @@ def _append(source: int, output: BinaryIO, num_bytes: int) -> None:
                 break
             copied += sent
     except (AttributeError, OSError) as error:  # io.UnsupportedOperation, for a stream in memory, is an OSError
-        if getattr(error, "errno", None) not in (None, errno.EINVAL, errno.ENOSYS, errno.ENOTSOCK, errno.ENOTSUP):
+        if getattr(error, "errno", None) not in (None, *_NO_SENDFILE):
             raise
     while chunk := os.pread(source, _READ_BYTES, copied):
         output.write(chunk)

@@ -259,12 +259,29 @@ def test_a_reader_that_stops_reading_is_no_error(environment):
         assert process.wait(timeout=60) == 1
 
 
-def test_output_that_cannot_be_written_is_one_line():
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+def test_output_that_cannot_be_written_is_one_line(environment):
     with open("/dev/full", "wb") as full:
         ran = subprocess.run(PRINTS, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, check=False)
     assert ran.stderr == "lmtools: standard output: No space left on device; what was printed is not whole\n"
     assert ran.returncode == 1
+
+
+def test_closed_standard_output_is_one_line():
+    ran = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *PRINTS],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        check=False,
+    )
+    assert ran.stderr == "lmtools: standard output: Bad file descriptor; what was printed is not whole\n"
+    assert ran.returncode == 1
+
+
+def test_messages_do_not_go_to_standard_output_when_standard_error_is_closed():
+    command = ["sh", "-c", '"$@" 2>&-', "sh", sys.executable, "-m", "lmtools", "detok", "nonsense", "x"]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    assert (ran.returncode, ran.stdout) == (1, b"")
 
 
 def test_module_and_script_are_one_program():
