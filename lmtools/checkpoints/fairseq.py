@@ -121,17 +121,41 @@ def open_fairseq(path: str | Path) -> FairseqCheckpoint:
         CheckpointError: no checkpoint there, a part is missing or foreign, or a tensor is missing, unknown or of a
             wrong shape.
     """
-    paths = find_parts(path)
-    contents = [read_torch_file(part).content for part in paths]
-    for part, content in zip(paths, contents, strict=True):
+    return fairseq_checkpoint(read_parts(path))
+
+
+def read_parts(path: str | Path) -> dict[Path, Any]:
+    """What `torch.save` wrote into each file of a checkpoint, in rank order; tensors are not read yet.
+
+    Args:
+        path: as for `open_fairseq`.
+
+    Raises:
+        CheckpointError: no checkpoint there, a part is missing, or a file is broken.
+    """
+    return {part: read_torch_file(part).content for part in find_parts(path)}
+
+
+def fairseq_checkpoint(contents: Mapping[Path, Any]) -> FairseqCheckpoint:
+    """The checkpoint that files hold, checked as `open_fairseq` does.
+
+    Args:
+        contents: from `read_parts`.
+
+    Raises:
+        CheckpointError: a part is foreign, or a tensor is missing, unknown or of a wrong shape.
+    """
+    paths = list(contents)
+    for path, content in contents.items():
         if not isinstance(content, Mapping) or not isinstance(content.get("model"), Mapping):
-            raise CheckpointError(f"{part}: holds no `model`, expected a fairseq checkpoint")
-    _require_one_set(paths, contents)
-    settings = model_settings(_options(contents[0], paths[0]), str(paths[0]))
+            raise CheckpointError(f"{path}: holds no `model`, expected a fairseq checkpoint")
+    first = contents[paths[0]]
+    _require_one_set(contents)
+    settings = model_settings(_options(first, paths[0]), str(paths[0]))
     require_transformer_lm(settings, str(paths[0]))
     require_all_parts(paths, settings)
-    parts = [_rename(content["model"], part) for part, content in zip(paths, contents, strict=True)]
-    _drop_added_rows(paths, parts, contents[0])
+    parts = [_rename(content["model"], path) for path, content in contents.items()]
+    _drop_added_rows(paths, parts, first)
     config = transformer_lm_config(settings, _vocab_size(parts, paths), str(paths[0]))
     _require_shapes(paths, parts, config)
     return FairseqCheckpoint(tuple(paths), config, settings, tuple(parts), TRANSFORMER_LM)
@@ -144,14 +168,16 @@ def _options(content: Mapping[str, Any], path: Path) -> Any:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _require_one_set(paths: Sequence[Path], contents: Sequence[Mapping[str, Any]]) -> None:
+def _require_one_set(contents: Mapping[Path, Mapping[str, Any]]) -> None:
     """Parts that lmtools wrote carry the id of their set; fairseq's carry none."""
-    ids = [
-        origin.get("set_id") if isinstance(origin := content.get("lmtools"), Mapping) else None for content in contents
-    ]
-    for path, set_id in zip(paths, ids, strict=True):
-        if set_id != ids[0]:
-            raise CheckpointError(f"{path}: belongs to another set of parts than {paths[0].name}; keep sets apart")
+    ids = {
+        path: origin.get("set_id") if isinstance(origin := content.get("lmtools"), Mapping) else None
+        for path, content in contents.items()
+    }
+    first = next(iter(ids))
+    for path, set_id in ids.items():
+        if set_id != ids[first]:
+            raise CheckpointError(f"{path}: belongs to another set of parts than {first.name}; keep sets apart")
 
 
 def _rename(state: Mapping[str, Any], path: Path) -> dict[str, LazyTensor]:

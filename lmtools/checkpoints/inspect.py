@@ -14,9 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lmtools.checkpoints.fairseq import open_fairseq
+from lmtools.checkpoints.fairseq import fairseq_checkpoint
 from lmtools.checkpoints.fairseq_config import model_settings
-from lmtools.checkpoints.fairseq_files import PART_NAME, parts_found
+from lmtools.checkpoints.fairseq_files import PART_NAME, find_parts, parts_found
 from lmtools.checkpoints.huggingface_read import is_huggingface, open_huggingface
 from lmtools.checkpoints.lazy_tensor import LazyTensor
 from lmtools.checkpoints.load import Checkpoint
@@ -25,7 +25,11 @@ from lmtools.checkpoints.safetensors import find_manifest, open_safetensors, rea
 from lmtools.checkpoints.safetensors_files import read_safetensors
 from lmtools.checkpoints.training import RECORD_NAME, is_training_checkpoint
 from lmtools.checkpoints.training_read import TrainingCheckpoint, open_training
-from lmtools.checkpoints.transformer_xl import TransformerXLCheckpoint, open_transformer_xl
+from lmtools.checkpoints.transformer_xl import (
+    TransformerXLCheckpoint,
+    open_transformer_xl,
+    transformer_xl_checkpoint,
+)
 from lmtools.checkpoints.unpickle import plain, read_torch_file
 from lmtools.data.inspect import (
     files_of_split,
@@ -90,10 +94,10 @@ def _folder(path: Path) -> tuple[Description, list[Path]]:
     if runs:
         return {"kind": "training run", "checkpoints": runs}, []
     files = list(split_files(path))
+    if not files and any(path.glob("*.pt")):
+        return _fairseq(path)
     if files or (path / "dict.txt").is_file():
         return inspect_folder(path), sorted(files + [name for name in [path / "dict.txt"] if name.is_file()])
-    if any(path.glob("*.pt")):
-        return _fairseq(path)
     raise DataError(f"{path}: holds no checkpoint, no binarized data and nothing else that lmtools knows")
 
 
@@ -135,32 +139,34 @@ def _fairseq(path: Path) -> tuple[Description, list[Path]]:
     if not paths:
         raise DataError(f"{path}: no such file or folder, and no part checkpoint of that stem")
     contents: dict[Path, Mapping[str, Any]] = {}
+    containers = {}
     problems = []
     for part in paths:
         try:
-            content = read_torch_file(part).content
-            if not isinstance(content, Mapping):
+            file = read_torch_file(part)
+            if not isinstance(file.content, Mapping):
                 raise CheckpointError(f"{part}: holds no table of names, so no checkpoint")
-            contents[part] = content
+            contents[part], containers[part] = file.content, file.format
         except CheckpointError as error:
             problems.append(str(error))
     facts: Description = {"kind": "torch file", "parts_found": len(paths)}
     if not contents:
         return facts | {"problems": problems}, paths
     first, content = next(iter(contents.items()))
-    facts["container"] = read_torch_file(first).format
+    facts["container"] = containers[first]
     is_fairseqs = isinstance(content.get("model"), Mapping)
     if is_fairseqs:
         facts |= {"kind": "fairseq checkpoint", **_fairseq_facts(content, first, paths)}
     try:
         if not problems:
-            transformer_xl = open_transformer_xl(path)
+            find_parts(path)  # refuses parts of which one is missing
+            transformer_xl = transformer_xl_checkpoint(contents)
             if transformer_xl is not None:
                 kind = "fairseq checkpoint" if is_fairseqs else "the original's state dict"
                 facts |= {"kind": f"{kind} of a Transformer-XL", "tokens_per_sample": transformer_xl.tokens_per_sample}
                 return _described(transformer_xl, facts)
             if is_fairseqs:
-                return _described(open_fairseq(path), facts)
+                return _described(fairseq_checkpoint(contents), facts)
     except CheckpointError as error:
         problems.append(str(error))
     if not is_fairseqs:

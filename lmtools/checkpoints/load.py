@@ -12,13 +12,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lmtools.checkpoints.fairseq import FairseqCheckpoint, open_fairseq
-from lmtools.checkpoints.huggingface_read import HuggingFaceCheckpoint, is_huggingface, open_huggingface
+from lmtools.checkpoints.fairseq import FairseqCheckpoint, fairseq_checkpoint, read_parts
+from lmtools.checkpoints.huggingface_read import HuggingFaceCheckpoint, open_huggingface
 from lmtools.checkpoints.models import Model, new_model, split_model
 from lmtools.checkpoints.safetensors import SafetensorsCheckpoint, find_manifest, open_safetensors
 from lmtools.checkpoints.training import is_training_checkpoint
 from lmtools.checkpoints.training_read import TrainingCheckpoint, open_training
-from lmtools.checkpoints.transformer_xl import TransformerXLCheckpoint, open_transformer_xl
+from lmtools.checkpoints.transformer_xl import (
+    TransformerXLCheckpoint,
+    is_transformers_folder,
+    open_transformer_xl,
+    transformer_xl_checkpoint,
+)
 from lmtools.checkpoints.vocabulary import Vocabulary, read_vocabulary
 from lmtools.data.dictionary import Dictionary
 from lmtools.errors import CheckpointError, ConfigError
@@ -46,14 +51,20 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     if is_training_checkpoint(path):
         return open_training(path)
-    if is_huggingface(path):
+    if is_transformers_folder(path):
         return open_transformer_xl(path) or open_huggingface(path)
     if find_manifest(path) is not None or Path(path).suffix == ".safetensors":
         return open_safetensors(path)
     of_a_run = [name for name in ("checkpoint_best", "checkpoint_last") if is_training_checkpoint(Path(path) / name)]
     if of_a_run:
         raise CheckpointError(f"{path}: holds the checkpoints of a training run; name one, as {path}/{of_a_run[0]}")
-    return open_transformer_xl(path) or open_fairseq(path)
+    return open_torch_files(path)
+
+
+def open_torch_files(path: str | Path) -> FairseqCheckpoint | TransformerXLCheckpoint:
+    """Open what fairseq or the original Transformer-XL saved, as `open_checkpoint` does; each file is read once."""
+    contents = read_parts(path)
+    return transformer_xl_checkpoint(contents) or fairseq_checkpoint(contents)
 
 
 def require_transformer_lm(checkpoint: Checkpoint, advice: str) -> TransformerLMConfig:

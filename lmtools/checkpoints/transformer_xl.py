@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lmtools.checkpoints.fairseq import read_parts
 from lmtools.checkpoints.fairseq_config import model_settings
-from lmtools.checkpoints.fairseq_files import PART_NAME, find_parts
+from lmtools.checkpoints.fairseq_files import PART_NAME
 from lmtools.checkpoints.identity import identity_of_files
 from lmtools.checkpoints.lazy_tensor import LazyTensor, equal_values
 from lmtools.checkpoints.transformer_xl_names import (
@@ -124,14 +125,30 @@ def open_transformer_xl(path: str | Path) -> TransformerXLCheckpoint | None:
         CheckpointError: nothing is there, the file is broken, a tensor is missing, unknown or of a wrong shape, or it
             is a variant that lmtools does not have.
     """
-    folder = Path(path)
-    if (folder / _HUGGING_FACE_OPTIONS).is_file() or (folder / _HUGGING_FACE_WEIGHTS).is_file():
-        return _open_hugging_face(folder)
-    [file, *others] = find_parts(path)
-    if others or PART_NAME.fullmatch(file.name):
-        return None
-    content = read_torch_file(file).content
-    if not isinstance(content, Mapping):
+    if is_transformers_folder(path):
+        return _open_hugging_face(Path(path))
+    return transformer_xl_checkpoint(read_parts(path))
+
+
+def is_transformers_folder(path: str | Path) -> bool:
+    """Whether a folder is one that transformers wrote, perhaps without its options."""
+    return any((Path(path) / name).is_file() for name in (_HUGGING_FACE_OPTIONS, _HUGGING_FACE_WEIGHTS))
+
+
+def transformer_xl_checkpoint(contents: Mapping[Path, Any]) -> TransformerXLCheckpoint | None:
+    """The checkpoint that fairseq's or the original's file holds, checked as `open_transformer_xl` does.
+
+    Args:
+        contents: from `read_parts`.
+
+    Returns:
+        None if another kind of model is there.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown or of a wrong shape, or it is a variant that lmtools has not.
+    """
+    (file, content), *others = contents.items()
+    if others or PART_NAME.fullmatch(file.name) or not isinstance(content, Mapping):
         return None
     if isinstance(content.get("model"), Mapping):
         return _open_fairseq(content, file)

@@ -67,7 +67,10 @@ def generate(
         bool, typer.Option("--ignore-eos", help="Go on past </s>, which becomes a newline in the text.")
     ] = False,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Prompts at a time; 8, or with --offload as many as fit, if not given.")
+        int | None,
+        typer.Option(
+            min=1, help="Prompts at a time; if not given, of 8 texts together, or with --offload of as many as fit."
+        ),
     ] = None,
     mem_len: MemLenOption = None,
     clamp_len: ClampLenOption = None,
@@ -128,8 +131,9 @@ def generate(
         _say_unknown(unknown, number)
         unknown.clear()
     limits.require_fits(sources)
-    if offload and (batch_size is None or beam > 1):
-        batch_size = rows_together(
+    num_texts = 8  # that the model continues together: `beam` of each prompt
+    if offload and batch_size is None:
+        num_texts = rows_together(
             of_offloaded,
             memory_bytes=int(offload_memory * 2**30),
             prompt_length=max(map(len, sources)),
@@ -137,6 +141,7 @@ def generate(
             dtype=getattr(torch, dtype.value),
             at_least=beam,
         )
+    batch_size = batch_size or max(num_texts // beam, 1)
 
     if mp > 1 and not is_worker():
         with _prompts_for_workers(texts, from_stdin=prompts == STDIO) as more_arguments:
@@ -154,11 +159,10 @@ def generate(
         shown = speaks and streamed is None
         bar = progress_bar("generate", total=len(texts), unit="prompts") if shown else nullcontext(lambda count: None)
         with bar as advance:
-            step = 1 if beam > 1 else batch_size or 8
-            for start in range(0, len(texts), step):
-                batch = sources[start : start + step]
+            for start in range(0, len(texts), batch_size):
+                batch = sources[start : start + batch_size]
                 if beam > 1:
-                    found = [beam_search(model, batch[0], mesh, limits, beam=beam, lenpen=lenpen, number=start)]
+                    found = beam_search(model, batch, mesh, limits, beam=beam, lenpen=lenpen, first_number=start)
                 else:
                     on_token = streamed.add if streamed is not None else lambda number, token: None
                     found = continue_prompts(

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lmtools.checkpoints.fairseq import FairseqCheckpoint, open_fairseq
+from lmtools.checkpoints.fairseq import FairseqCheckpoint
 from lmtools.checkpoints.fairseq_training import FairseqTraining, read_fairseq_training
+from lmtools.checkpoints.load import open_torch_files
 from lmtools.checkpoints.training import is_training_checkpoint, load_tensors, read_record
 from lmtools.checkpoints.training_index import tensor_shapes
-from lmtools.checkpoints.transformer_xl import TransformerXLCheckpoint, open_transformer_xl
+from lmtools.checkpoints.transformer_xl import TransformerXLCheckpoint, is_transformers_folder, open_transformer_xl
 from lmtools.data.batches import Position
 from lmtools.errors import CheckpointError
 from lmtools.parallel.launch import is_restarted
@@ -213,7 +214,7 @@ def _restored(progress: Progress, config: TrainConfig) -> Progress:
 
 
 def _from_fairseq(kind: Literal["restored", "weights"], path: Path, run: Run, data: RunData) -> Origin:
-    checkpoint = open_transformer_xl(path) or open_fairseq(path)
+    checkpoint = (open_transformer_xl(path) if is_transformers_folder(path) else None) or open_torch_files(path)
     if isinstance(checkpoint, TransformerXLCheckpoint) and checkpoint.vocabulary_path is not None:
         raise CheckpointError(
             f"{path}: its rows are the words of {checkpoint.vocabulary_path.name}, in another order than that of "

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lmtools.checkpoints import unpickle
 from lmtools.checkpoints.fairseq import FairseqCheckpoint
 from lmtools.checkpoints.fairseq_write import write_fairseq_parts
+from lmtools.checkpoints.inspect import inspect_path
 from lmtools.checkpoints.load import load_model, open_checkpoint, require_dictionary_fits, require_divisible
 from lmtools.errors import CheckpointError, ConfigError
 from lmtools.models.architectures import transformer_lm
@@ -29,6 +31,26 @@ CPU = torch.device("cpu")
 def with_shape(checkpoint: FairseqCheckpoint, vocab_size: int, num_heads: int) -> FairseqCheckpoint:
     config = replace(checkpoint.config, vocab_size=vocab_size, decoder_attention_heads=num_heads)
     return replace(checkpoint, config=config)
+
+
+# --- opened ---
+
+
+@pytest.mark.parametrize("opened_by", [open_checkpoint, inspect_path])
+@pytest.mark.parametrize("name", ["plain/model.pt", "mp4", "txl/checkpoint_last.pt"])
+def test_each_file_is_read_once(golden: Path, monkeypatch, name, opened_by) -> None:
+    """A pickle names every tensor of its part: reading one twice is the time that it takes to open."""
+    opened: list[Path] = []
+    read_zip = unpickle._read_zip
+
+    def counted(path, end):
+        opened.append(path)
+        return read_zip(path, end)
+
+    monkeypatch.setattr(unpickle, "_read_zip", counted)
+    opened_by(golden / name)
+    assert opened
+    assert len(opened) == len(set(opened))
 
 
 # --- refused before a weight is read ---

@@ -161,22 +161,39 @@ def test_what_cannot_be_offloaded_is_refused_before_a_weight_is_read(lmtools, mp
     assert ran.err.count("\n") == 1
 
 
-def test_as_many_prompts_as_fit_go_together(lmtools, mp4, monkeypatch):
-    from lmtools.generate import decode
-
+def count_batches(monkeypatch, module, function: str) -> list[int]:
+    """How many prompts went together in each batch."""
     batches: list[int] = []
-    continue_prompts = decode.continue_prompts
+    of_module = getattr(module, function)
 
     def counted(model, prompts, *arguments, **options):
         batches.append(len(prompts))
-        return continue_prompts(model, prompts, *arguments, **options)
+        return of_module(model, prompts, *arguments, **options)
 
-    monkeypatch.setattr(decode, "continue_prompts", counted)
+    monkeypatch.setattr(module, function, counted)
+    return batches
+
+
+def test_as_many_prompts_as_fit_go_together(lmtools, mp4, monkeypatch):
+    from lmtools.generate import decode
+
+    batches = count_batches(monkeypatch, decode, "continue_prompts")
     prompts = ["--prompt", "and"] * 20
     assert lmtools(*mp4, *prompts, "--offload").code == 0
     assert lmtools(*mp4, *prompts, "--offload", "--batch-size", 12).code == 0
     assert lmtools(*mp4, *prompts).code == 0
     assert batches == [20, 12, 8, 8, 8, 4]
+
+
+def test_as_many_beams_as_fit_go_together(lmtools, mp4, monkeypatch):
+    from lmtools.generate import beam
+
+    batches = count_batches(monkeypatch, beam, "beam_search")
+    prompts = [*["--prompt", "and"] * 5, "--max-new-tokens", 2, "--beam", 3]
+    assert lmtools(*mp4, *prompts, "--offload").code == 0
+    assert lmtools(*mp4, *prompts, "--offload", "--batch-size", 4).code == 0
+    assert lmtools(*mp4, *prompts).code == 0
+    assert batches == [5, 4, 1, 2, 2, 1]
 
 
 # --- where the dictionary is ---

@@ -50,6 +50,15 @@ def test_a_part_checkpoint_by_any_of_its_names(lmtools, golden, name):
     }
 
 
+def test_parts_with_their_dictionary_beside_them(lmtools, golden, tmp_path):
+    """As they are published, and as reshard writes them: a checkpoint, and no folder of data without a split."""
+    for part in (golden / "mp2_2020").glob("*.pt"):
+        shutil.copy(part, tmp_path)
+    shutil.copy(golden / "bin" / "dict.txt", tmp_path)
+    found = inspected(lmtools, tmp_path)
+    assert (found["kind"], found["num_parts"]) == ("fairseq checkpoint", 2)
+
+
 def test_a_checkpoint_of_2020(lmtools, golden):
     found = inspected(lmtools, golden / "mp2_2020")
     assert (found["container"], found["options"], found["num_parts"]) == ("legacy", "args", 2)
