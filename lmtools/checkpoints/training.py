@@ -138,6 +138,24 @@ class CheckpointWriter:
             raise
         return pending.target
 
+    def amend(self, target: Path, changes: Mapping[str, Any], *, links: Sequence[str] = ()) -> None:
+        """Change the record of a complete checkpoint. Every rank must call it.
+
+        Args:
+            target: the checkpoint's folder.
+            changes: JSON values, which take the place of those of their names.
+            links: names beside the target that will stand for it.
+
+        Raises:
+            CheckpointError: it could not be written; the record is as it was.
+        """
+
+        def write() -> None:
+            _write_record(target, {**read_record(target), **changes})
+            _link(target, links)
+
+        self._on_first_rank(target, write)
+
     def link(self, target: Path, links: Sequence[str]) -> None:
         """Let names beside a complete checkpoint stand for it. Every rank must call it.
 
@@ -177,12 +195,16 @@ class _Pending:
 def _complete(temporary: Path, pending: _Pending) -> None:
     """All tensors are on the disk: add the record, give the folder its name, let the links name it."""
     target = pending.target
-    atomic_write_text(temporary / RECORD_NAME, json.dumps(pending.record, indent=2, allow_nan=False) + "\n")
+    _write_record(temporary, pending.record)
     if target.exists():  # of a run that was started anew; no link names it any more
         remove_checkpoint(target)
     temporary.rename(target)
     fsync_directory(target.parent)
     _link(target, pending.links)
+
+
+def _write_record(folder: Path, record: Mapping[str, Any]) -> None:
+    atomic_write_text(folder / RECORD_NAME, json.dumps(record, indent=2, allow_nan=False) + "\n")
 
 
 def _temporary(target: Path) -> Path:

@@ -152,7 +152,8 @@ def training_updates(
         if first > 0 and first >= len(batches):
             raise DataError(
                 f"epoch {epoch} has {len(batches)} batches and {first} of them are done: the training split or the "
-                f"batch size is another one; go on with --reset-dataloader"
+                "batch size is another one; start from the checkpoint with --restore-file, --reset-dataloader and "
+                "--resume never"
             )
         while first < len(batches):
             last = min(first + dp_size * update_freq, len(batches))

@@ -152,7 +152,8 @@ def stream_updates(
         if first > 0 and first >= streams.num_steps:
             raise DataError(
                 f"epoch {epoch} has {streams.num_steps} steps and {first} of them are done: the training split or the "
-                f"batch size is another one; go on with --reset-dataloader"
+                "batch size is another one; start from the checkpoint with --restore-file, --reset-dataloader and "
+                "--resume never"
             )
         rows = streams.num_rows // dp_size
         shares = [slice(rank * rows, (rank + 1) * rows) for rank in range(dp_size)]

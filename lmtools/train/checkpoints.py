@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,19 @@ class Keeper:
             progress.best_loss, progress.validations_since_best = loss, 0
         else:
             progress.validations_since_best += 1
+
+    def amend_last(self) -> None:
+        """Add to the checkpoint that the run goes on from what the validation has found that was owed to it."""
+        progress = self._state.progress
+        progress.owes_validation = False
+        if self._run.train.no_save:
+            return
+        changes = {"progress": asdict(progress), "valid_loss": self._valid_loss_of_now()}
+        try:
+            self._writer.amend((self._folder / LAST).resolve(), changes, links=(BEST,) if self._is_best else ())
+        except CheckpointError as error:
+            self._warn(error)
+        self._is_best = False
 
     def save_if_due(self, epoch: int, *, made: bool, end_of_epoch: bool, stopping: bool) -> None:
         """Begin a checkpoint if it is time, or if validation has just found the best model so far.
@@ -131,14 +145,18 @@ class Keeper:
             # Skipped updates alone make no new state: what is resumed skips them again.
             self._writer.link((self._folder / LAST).resolve(), links)
             return
-        valid_loss = self._valid_loss[1] if self._valid_loss and self._valid_loss[0] == num_updates else None
         record = self._state.record(self._run, self._data)
-        record |= {"end_of_epoch": end_of_epoch, "valid_loss": valid_loss, "time": time.time()}
+        record |= {"end_of_epoch": end_of_epoch, "valid_loss": self._valid_loss_of_now(), "time": time.time()}
         tensors = self._state.tensors()
         if self._state.progress.position.num_batches > 0:
             tensors |= memory_tensors(self._state.memories, self._mesh)
         self._writer.start(target, tensors, record, links=links)
         self._saved_at = num_updates
+
+    def _valid_loss_of_now(self) -> float | None:
+        """The validation loss of the model as it is, where it was validated and is finite."""
+        num_updates = self._state.progress.num_updates
+        return self._valid_loss[1] if self._valid_loss and self._valid_loss[0] == num_updates else None
 
     def _wait_or_warn(self) -> None:
         try:

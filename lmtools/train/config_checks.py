@@ -10,6 +10,8 @@ from lmtools.errors import ConfigError
 if TYPE_CHECKING:
     from lmtools.train.config import TrainConfig
 
+_RESETS = ("reset_optimizer", "reset_lr_scheduler", "reset_dataloader", "reset_meters")
+
 
 def require_sense(train: TrainConfig, model: Mapping[str, Any]) -> None:
     """Refuse options that contradict each other.
@@ -29,6 +31,12 @@ def require_sense(train: TrainConfig, model: Mapping[str, Any]) -> None:
         raise ConfigError("--max-update, --max-epoch or --stop-time-hours: give at least one, or the run never ends")
     if train.restore_file and train.finetune_from:
         raise ConfigError("--restore-file and --finetune-from: give one of them")
+    resets = [name for name in _RESETS if getattr(train, name)]
+    if resets and not (train.restore_file or train.finetune_from):
+        raise ConfigError(
+            f"--{resets[0].replace('_', '-')}: says what is not taken from the checkpoint of --restore-file, which is "
+            "not given; a run goes on from its own checkpoint_last with all that it holds"
+        )
     if train.offload_activations and not train.checkpoint_activations:
         raise ConfigError("--offload-activations without --checkpoint-activations: it moves what the latter keeps")
     if not all(0 <= beta < 1 for beta in train.adam_betas):

@@ -82,6 +82,16 @@ def train(run: Run, data: RunData, state: TrainState, mesh: Mesh, report: Report
     progress = state.progress
     started = time.monotonic() - progress.seconds
 
+    def validate_splits() -> None:
+        losses = [
+            validate(state.model, split, config, mesh, eos_index=data.dictionary.eos_index) for split in data.valid
+        ]
+        keeper.note_validation(losses)
+        report.validation(losses, progress)
+
+    if progress.owes_validation and data.valid:
+        validate_splits()
+        keeper.amend_last()
     for update, batches in updates(data, config, progress.position, mesh):
         if finished(config, progress):
             break
@@ -104,14 +114,13 @@ def train(run: Run, data: RunData, state: TrainState, mesh: Mesh, report: Report
         report.update(result, state, epoch=update.epoch)
 
         stopping = result.stop_signal != 0
-        if not stopping and keeper.validation_is_due(
+        if keeper.validation_is_due(
             update.epoch, made=made, end_of_epoch=end_of_epoch, finished=finished(config, progress)
         ):
-            losses = [
-                validate(state.model, split, config, mesh, eos_index=data.dictionary.eos_index) for split in data.valid
-            ]
-            keeper.note_validation(losses)
-            report.validation(losses, progress)
+            if stopping:  # whoever asks to save and end may not wait for it
+                progress.owes_validation = True
+            else:
+                validate_splits()
         stopping = stopping or finished(config, progress)
         keeper.save_if_due(update.epoch, made=made, end_of_epoch=end_of_epoch, stopping=stopping)
         if result.stop_signal:

@@ -36,13 +36,19 @@ class MetricsFile:
         _lock(self._descriptor, path)
         self._num_bytes = os.fstat(self._descriptor).st_size
 
-    def cut(self, num_updates: int, num_skipped: int) -> None:
+    def cut(self, num_updates: int, num_skipped: int, *, owes_validation: bool = False) -> None:
         """Cut off what came after so many updates, made and skipped; after 0 it is all of another run.
+
+        Args:
+            num_updates: updates made.
+            num_skipped: updates skipped.
+            owes_validation: that after the last of them is still to come.
 
         Raises:
             DataError: a line is no JSON object.
         """
-        self._num_bytes = _bytes_until(self._path, num_updates + num_skipped) if num_updates else 0
+        num_tried = num_updates + num_skipped
+        self._num_bytes = _bytes_until(self._path, num_tried, owes_validation) if num_updates else 0
         os.ftruncate(self._descriptor, self._num_bytes)
 
     def write(self, values: Mapping[str, Any]) -> None:
@@ -99,12 +105,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _bytes_until(path: Path, num_tried: int) -> int:
-    """Length of the lines of the first `num_tried` updates, which come first."""
+def _bytes_until(path: Path, num_tried: int, owes_validation: bool) -> int:
+    """Length of the lines of the first `num_tried` updates, which come first, and of the validations up to there."""
     num_bytes = 0
     lines = path.read_bytes().splitlines(keepends=True)
     for line, values in zip(lines, read_metrics(path), strict=False):
-        if values.get("num_updates", 0) + values.get("num_skipped", 0) > num_tried:
+        tried = values.get("num_updates", 0) + values.get("num_skipped", 0)
+        if tried > num_tried or (tried == num_tried and owes_validation and values.get("kind") == "valid"):
             break
         num_bytes += len(line)
     return num_bytes

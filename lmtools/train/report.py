@@ -57,7 +57,7 @@ class Reporter:
         if self._metrics is None:
             return
         config = self._config
-        self._metrics.cut(progress.num_updates, progress.num_skipped)
+        self._metrics.cut(progress.num_updates, progress.num_skipped, owes_validation=progress.owes_validation)
         self._peak = PeakFlops(self._device, dtype, self._world_size)
         if config.tensorboard_logdir is not None:
             self._tensorboard = _open_tensorboard(config.tensorboard_logdir, progress.num_updates)

@@ -199,6 +199,7 @@ def _load_weights(state: TrainState, path: Path, mesh: Mesh) -> None:
 
 def _restored(progress: Progress, config: TrainConfig) -> Progress:
     """What --reset-* leaves of a checkpoint's progress. An optimizer that starts anew counts its updates from 0."""
+    progress.owes_validation = False  # to another run
     if config.reset_optimizer:
         progress.num_updates = progress.num_skipped = progress.schedule_offset = 0
     if config.reset_lr_scheduler:

@@ -54,7 +54,7 @@ def require_same_streams(path: Path, saved: Mapping[str, Any], config: TrainConf
             option = name if name.startswith("--") else f"--{name.replace('_', '-')}"
             raise CheckpointError(
                 f"{path}: is within an epoch of {option} {found[name]}, this run has {value}; go on with the same, or "
-                "with --restore-file and --reset-dataloader"
+                "start from it with --restore-file, --reset-dataloader and --resume never"
             )
 
 
@@ -69,5 +69,5 @@ def require_same_optimizer(path: Path, wanted: Mapping[str, Tensor]) -> None:
     if missing:
         raise CheckpointError(
             f"{path}: has no {missing[0]}: it was trained with another optimizer or precision; "
-            "start from its weights with --restore-file and --reset-optimizer"
+            "start from its weights with --restore-file, --reset-optimizer and --resume never"
         )

@@ -29,6 +29,7 @@ class Progress:
         best_loss: the lowest validation loss, in bits, or None before the first validation.
         validations_since_best: how many validations came after it.
         schedule_offset: added to the update's number for the learning rate; set by `--reset-lr-scheduler`.
+        owes_validation: it was due when a signal ended the run, which makes up for it when it goes on.
     """
 
     num_updates: int = 0
@@ -38,6 +39,7 @@ class Progress:
     best_loss: float | None = None
     validations_since_best: int = 0
     schedule_offset: int = 0
+    owes_validation: bool = False
 
 
 @dataclass

@@ -90,6 +90,7 @@ def test_the_vocabulary_is_the_datas_business():
         ("tokens_per_sample = 64\nmax_target_positions = 32", "--tokens-per-sample 64: longer than"),
         ("fp16 = true\nmemory_efficient_bf16 = true", "--fp16 and --bf16"),
         ("restore_file = 'a'\nfinetune_from = 'b'", "--restore-file and --finetune-from: give one"),
+        ("reset_dataloader = true", "--reset-dataloader: says what is not taken from the checkpoint of --restore-file"),
         ("max_update = ", "run.toml: not TOML: "),
     ],
 )
@@ -196,11 +197,12 @@ SENSIBLE = {
 """Fields whose values may contradict others'."""
 FLAGS = st.fixed_dictionaries(
     {"decoder_attention_heads": SENSIBLE["decoder_attention_heads"], "batch_size": st.integers(1, 9)}
-    | {"max_update": st.integers(1, 10**6), "decoder_embed_dim": SENSIBLE["decoder_embed_dim"]},
+    | {"max_update": st.integers(1, 10**6), "decoder_embed_dim": SENSIBLE["decoder_embed_dim"]}
+    | {"finetune_from": st.text(min_size=1)},  # without it nothing may be reset
     optional={
         name: SENSIBLE.get(name, values_of(HINTS[name]))
         for name in HINTS.keys() - {"vocab_size"}
-        if name not in ("decoder_attention_heads", "decoder_embed_dim", "batch_size", "max_update")
+        if name not in ("decoder_attention_heads", "decoder_embed_dim", "batch_size", "max_update", "finetune_from")
     },
 )
 

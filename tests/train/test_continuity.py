@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lmtools.checkpoints.training import read_record
 from lmtools.train import start
 from lmtools.train.checkpoints import LAST
+from lmtools.train.signals import StopSignal
 from tests.support.ranks import run_ranks
 from tests.support.training import Leg, metrics, train_a_leg
 
@@ -97,6 +100,27 @@ def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint_and_its_metrics_
     for number in (3, 6, 9):
         expected.insert(expected.index(("update", number)) + 1, ("valid", number))
     assert kinds == expected
+
+
+def test_the_validation_that_a_signal_came_before_is_made_when_the_run_goes_on(tmp_path: Path):
+    flags = {"valid_subset": "valid", "validate_interval_updates": 2, "batch_size": 128, "keep_best_checkpoints": 9}
+    legs(flags, tmp_path / "stopped", [1])
+    stop = StopSignal()
+    stop.received = signal.SIGTERM
+    stopped = train_a_leg({**flags, "save_dir": str(tmp_path / "stopped")}, stop)
+    assert (stopped.received, stopped.progress["num_updates"], stopped.progress["owes_validation"]) == (15, 2, True)
+    with open(tmp_path / "stopped" / "metrics.jsonl", "a") as stream:  # as if killed after the validation was made
+        stream.write('{"kind": "valid", "num_updates": 2, "num_skipped": 0}\n')
+    resumed = legs(flags, tmp_path / "stopped", [3])[0]
+
+    at_once = train_a_leg(
+        {**flags, "save_dir": str(tmp_path / "at once"), "max_update": 3, "validate_interval_updates": 1}
+    )
+    assert_identical(resumed, at_once)
+    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "at once")
+    amended, expected = (read_record(tmp_path / name / "checkpoint_1_2") for name in ("stopped", "at once"))
+    assert amended["valid_loss"] == expected["valid_loss"] is not None
+    assert amended["progress"] | {"seconds": 0} == expected["progress"] | {"seconds": 0}
 
 
 def test_a_run_that_has_ended_is_not_trained_on(tmp_path: Path):
