@@ -18,10 +18,10 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from commands import TABLE_HEAD, Usage, command_line, in_turn, machine, measure, row, versions
+from commands import Usage, in_turn, measure, row
+from text_commands import main, options, report, write_texts
 
 from lmtools.preprocess.gpt2_vocabulary import VocabularyFiles, find_vocabulary
 
@@ -57,31 +57,10 @@ print(time.perf_counter() - start)
 """
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="text, a paragraph a line")
-    parser.add_argument("--repeat", type=int, default=100, help="how many times over it is written")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=3, help="of each command")
-    parser.add_argument("--fairseq-runs", type=int, default=1, help="of fairseq's encoder, which takes long")
-    parser.add_argument("--fairseq-python", help="a Python with fairseq; without it there is no such row")
-    parser.add_argument("--scratch", type=Path, help="folder for the texts")
-    parser.add_argument("--output", type=Path, help="write the report to this file too")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
-        report = run(arguments, Path(folder))
-    print(report)
-    if arguments.output:
-        arguments.output.write_text(report)
-
-
 def run(arguments: argparse.Namespace, scratch: Path) -> str:
     load_before = os.getloadavg()[0]
-    content = arguments.text.read_bytes()
-    text, tenth, empty, words = (scratch / name for name in ("text", "tenth", "empty", "words"))
-    text.write_bytes(content * arguments.repeat)
-    tenth.write_bytes(content * max(arguments.repeat // 10, 1))
-    empty.touch()
+    texts = write_texts(arguments, scratch)
+    text, words = texts.whole, scratch / "words"
     write_different_words(words)
     workers, log = arguments.workers, scratch / "log"
     vocabulary = find_vocabulary(None, None)
@@ -97,8 +76,8 @@ def run(arguments: argparse.Namespace, scratch: Path) -> str:
     taken = in_turn(
         arguments.runs,
         text=lambda: lmtools(text),
-        tenth=lambda: lmtools(tenth),
-        empty=lambda: lmtools(empty),
+        tenth=lambda: lmtools(texts.tenth),
+        empty=lambda: lmtools(texts.empty),
         words=lambda: lmtools(words),
     )
     bare = {source: bare_tiktoken(source, workers, arguments.runs) for source in (text, words)}
@@ -110,7 +89,7 @@ def run(arguments: argparse.Namespace, scratch: Path) -> str:
         row(f"lmtools bpe-encode --workers {workers}", megabytes, ours),
         row("the same, a tenth of the text", megabytes / 10, taken["tenth"]),
         row("the same, an empty text", 0, taken["empty"]),
-        row("the same, a million different words", words_megabytes, taken["words"]),
+        row(f"the same, {words_megabytes:.1f} MB of different words", words_megabytes, taken["words"]),
     ]
     findings = [
         f"- lmtools is {usage.wall_s / ours.wall_s:.1f} times as fast as fairseq's encoder and takes "
@@ -128,22 +107,14 @@ def run(arguments: argparse.Namespace, scratch: Path) -> str:
         f"- lmtools' first process takes {own / ours.cpu_s:.1%} of the CPU time: {start_up:.2f} s to start up, as an "
         f"empty text shows, and {max(own - start_up, 0) / ours.cpu_s:.1%} for the text"
     )
-    return "\n".join(
-        [
-            "# bpe-encode against fairseq's encoder and bare tiktoken",
-            "",
-            f"- text: {arguments.text.name}, {arguments.repeat} times over, {text.stat().st_size:,} bytes; "
-            f"{words.stat().st_size:,} bytes of different words",
-            f"- machine: {machine()}; load average {load_before:.1f} before and {os.getloadavg()[0]:.1f} after",
-            f"- versions: {versions('lmtools', 'tiktoken', 'regex')}",
-            f"- command: `{command_line()}`; medians of {arguments.runs} runs, the commands in turn",
-            "",
-            TABLE_HEAD,
-            *rows,
-            "",
-            *findings,
-            "",
-        ]
+    return report(
+        "bpe-encode against fairseq's encoder and bare tiktoken",
+        arguments,
+        texts,
+        load_before=load_before,
+        packages=["tiktoken", "regex"],
+        rows=rows,
+        findings=findings,
     )
 
 
@@ -176,4 +147,6 @@ def bare_tiktoken(text: Path, workers: int, runs: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    parser = options(__doc__, text="text, a paragraph a line")
+    parser.add_argument("--fairseq-runs", type=int, default=1, help="of fairseq's encoder, which takes long")
+    main(parser, run)

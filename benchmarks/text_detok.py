@@ -13,10 +13,10 @@ import argparse
 import filecmp
 import os
 import sys
-import tempfile
 from pathlib import Path
 
-from commands import TABLE_HEAD, Usage, command_line, in_turn, machine, measure, row, versions
+from commands import Usage, in_turn, measure, row
+from text_commands import main, options, report, write_texts
 
 ONE_PROCESS = """
 import sys, sacremoses
@@ -29,36 +29,16 @@ with open(sys.argv[1], encoding="utf-8", newline="\\n") as raw, open(sys.argv[2]
 """
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="WikiText as it is published")
-    parser.add_argument("--repeat", type=int, default=100, help="how many times over it is written")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=3, help="of each command")
-    parser.add_argument("--fairseq-python", help="a Python with fairseq, to run the published script too")
-    parser.add_argument("--scratch", type=Path, help="folder for the texts")
-    parser.add_argument("--output", type=Path, help="write the report to this file too")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
-        report = run(arguments, Path(folder))
-    print(report)
-    if arguments.output:
-        arguments.output.write_text(report)
-
-
 def run(arguments: argparse.Namespace, scratch: Path) -> str:
     load_before = os.getloadavg()[0]
-    content = arguments.text.read_bytes()
-    raw, tenth, empty = scratch / "raw", scratch / "tenth", scratch / "empty"
-    raw.write_bytes(content * arguments.repeat)
-    tenth.write_bytes(content * max(arguments.repeat // 10, 1))
-    empty.touch()
+    texts = write_texts(arguments, scratch)
+    raw = texts.whole
     megabytes = raw.stat().st_size / 1e6
     log = scratch / "log"
 
     def lmtools(text: Path, output: str, workers: int) -> Usage:
-        options = ["detok", text, scratch / output, "--workers", workers]
-        return measure([sys.executable, "-m", "lmtools", *options], log)
+        command = ["detok", text, scratch / output, "--workers", workers]
+        return measure([sys.executable, "-m", "lmtools", *command], log)
 
     def published() -> Usage:
         (scratch / "published").unlink(missing_ok=True)
@@ -69,8 +49,8 @@ def run(arguments: argparse.Namespace, scratch: Path) -> str:
         "one": lambda: measure([sys.executable, "-c", ONE_PROCESS, raw, scratch / "one"], log),
         "lmtools": lambda: lmtools(raw, "lmtools", arguments.workers),
         "lmtools_one": lambda: lmtools(raw, "lmtools_one", 1),
-        "tenth": lambda: lmtools(tenth, "tenth.detok", arguments.workers),
-        "empty": lambda: lmtools(empty, "empty.detok", arguments.workers),
+        "tenth": lambda: lmtools(texts.tenth, "tenth.detok", arguments.workers),
+        "empty": lambda: lmtools(texts.empty, "empty.detok", arguments.workers),
     }
     if arguments.fairseq_python:
         commands["published"] = published
@@ -88,25 +68,21 @@ def run(arguments: argparse.Namespace, scratch: Path) -> str:
         row("the same, a tenth of the text", megabytes / 10, taken["tenth"]),
         row("the same, an empty text", 0, taken["empty"]),
     ]
-    return "\n".join(
-        [
-            "# detok against one process of sacremoses",
-            "",
-            f"- text: {arguments.text.name}, {arguments.repeat} times over, {raw.stat().st_size:,} bytes",
-            f"- machine: {machine()}; load average {load_before:.1f} before and {os.getloadavg()[0]:.1f} after",
-            f"- versions: {versions('lmtools', 'sacremoses')}",
-            f"- command: `{command_line()}`; medians of {arguments.runs} runs, the commands in turn",
-            "",
-            TABLE_HEAD,
-            *rows,
-            "",
-            f"- {arguments.workers} workers of lmtools are {one.wall_s / ours.wall_s:.2f} times as fast as one process",
-            f"- its first process takes {ours.parent_cpu_s / ours.cpu_s:.1%} of the CPU time",
-            f"- outputs: {', '.join(different) + ' differ' if different else 'all identical'}",
-            "",
-        ]
+    findings = [
+        f"- {arguments.workers} workers of lmtools are {one.wall_s / ours.wall_s:.2f} times as fast as one process",
+        f"- its first process takes {ours.parent_cpu_s / ours.cpu_s:.1%} of the CPU time",
+        f"- outputs: {', '.join(different) + ' differ' if different else 'all identical'}",
+    ]
+    return report(
+        "detok against one process of sacremoses",
+        arguments,
+        texts,
+        load_before=load_before,
+        packages=["sacremoses"],
+        rows=rows,
+        findings=findings,
     )
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, text="WikiText as it is published"), run)
