@@ -22,6 +22,7 @@ is normalised by.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -104,8 +105,10 @@ def read_manifest(path: str | Path) -> Manifest | None:
     Raises:
         DataError: the file is there but is not a manifest of a version that this lmtools knows.
     """
+    if is_device_or_pipe(path) or not Path(path).name:  # `.` and `/` have no name for a manifest to lie beside
+        return None
     location = manifest_path(path)
-    if is_device_or_pipe(path) or not location.exists():
+    if not os.path.exists(location):
         return None
     try:
         record = json.loads(location.read_text(encoding="utf-8"))
@@ -128,7 +131,7 @@ def read_manifest(path: str | Path) -> Manifest | None:
             original=OriginalText(**original) if original is not None else None,
             tool_version=record["tool_version"],
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{location}: not a readable manifest ({error}); remove it to go on without its counts"
         ) from error
@@ -159,7 +162,7 @@ def is_unchanged(path: str | Path, *, tool: str, options: Mapping[str, Any], inp
         return False
     if dict(manifest.options) != json.loads(json.dumps(dict(options))):
         return False
-    if any(str(name) == STDIO or not Path(name).is_file() for name in inputs):  # a pipe is gone once it is read
+    if any(str(name) == STDIO or not os.path.isfile(name) for name in inputs):  # a pipe is gone once it is read
         return False
     return list(manifest.inputs) == [FileRecord.of(name) for name in inputs] and _are_as_recorded(
         path, manifest.outputs

@@ -18,7 +18,7 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Protocol, cast
@@ -31,6 +31,7 @@ STDIO = "-"
 COMPRESSED_SUFFIXES = frozenset({".gz", ".bz2", ".xz", ".zst"})
 
 _COPY_BYTES = 1 << 20
+_COMPRESSED_BYTES = 1 << 10  # zstandard gives all that these hold at once, which may be some thousand times as much
 
 
 @contextmanager
@@ -45,7 +46,7 @@ def open_binary(path: str | Path) -> Iterator[BinaryIO]:
         broken or cut short.
 
     Raises:
-        DataError: the file does not exist, is a folder or may not be read.
+        DataError: the file does not exist, is a folder or cannot be read.
     """
     try:
         stream = _open_by_suffix(path)
@@ -55,6 +56,8 @@ def open_binary(path: str | Path) -> Iterator[BinaryIO]:
         raise DataError(f"{path}: is a folder, expected a file") from error
     except PermissionError as error:
         raise DataError(f"{path}: may not be read (permission denied)") from error
+    except OSError as error:  # a name that is too long, links in a circle, a file where a folder should be
+        raise DataError(f"{path}: cannot be opened ({error.strerror})") from error
     with stream:
         yield cast(BinaryIO, stream)
 
@@ -64,7 +67,8 @@ def is_device_or_pipe(path: str | Path) -> bool:
 
     Such a thing cannot be read twice, replaced, or have a file beside it.
     """
-    return str(path) == STDIO or (Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir())
+    # os.path's functions take a name that cannot be looked up (too long) for one that is not there; Path's raise.
+    return str(path) == STDIO or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
 
 
 def _open_by_suffix(path: str | Path) -> IO[bytes]:
@@ -77,11 +81,16 @@ def _open_by_suffix(path: str | Path) -> IO[bytes]:
         case ".gz":
             return _decompressed(path, cast(_Reader, gzip.open(path, "rb")))
         case ".bz2":
-            return _decompressed(path, bz2.open(path, "rb"))
+            return _decompressed(path, _FrameReader(open(path, "rb"), bz2.BZ2Decompressor, OSError, _COPY_BYTES))
         case ".xz":
-            return _decompressed(path, lzma.open(path, "rb"))
+            return _decompressed(
+                path, _FrameReader(open(path, "rb"), lzma.LZMADecompressor, lzma.LZMAError, _COPY_BYTES)
+            )
         case ".zst":
-            return _decompressed(path, _ZstandardReader(open(path, "rb")))
+            import zstandard
+
+            new_frame = zstandard.ZstdDecompressor().decompressobj
+            return _decompressed(path, _FrameReader(open(path, "rb"), new_frame, zstandard.ZstdError))
         case _:
             return open(path, "rb")
 
@@ -123,19 +132,33 @@ class _CheckedReader(io.RawIOBase):
         super().close()
 
 
-class _ZstandardReader(io.RawIOBase):
-    """Reads every frame of a .zst file and, unlike zstandard's own reader, refuses a frame that is cut short."""
+class _FrameReader(io.RawIOBase):
+    """Reads every frame (stream) of a .bz2, .xz or .zst file, and refuses one that is cut short or something else.
 
-    def __init__(self, compressed: BinaryIO) -> None:
-        import zstandard
+    Python's own readers take what is no frame after the first one for padding, and end: of a file in many frames, as
+    pbzip2 writes it, all that follows a damaged one would be lost. Only zero bytes are padding here.
 
-        self._decompressor = zstandard.ZstdDecompressor()
-        self._frame = self._decompressor.decompressobj()
-        self._frame_started = False
+    Args:
+        compressed: the file.
+        new_frame: makes what decompresses one frame.
+        error: what that raises where the frame is broken.
+        max_length: how many bytes it is asked for at a time; None where it gives all that there is.
+    """
+
+    def __init__(
+        self,
+        compressed: BinaryIO,
+        new_frame: Callable[[], Any],
+        error: type[Exception],
+        max_length: int | None = None,
+    ) -> None:
         self._file = compressed
+        self._new_frame = new_frame
+        self._error = error
+        self._frame: Any = None
+        self._limit = () if max_length is None else (max_length,)
         self._compressed = b""
         self._plain = memoryview(b"")
-        self._error = zstandard.ZstdError
 
     def readable(self) -> bool:
         return True
@@ -143,26 +166,39 @@ class _ZstandardReader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         target = memoryview(buffer)
         while not self._plain:
-            if not self._compressed:
-                self._compressed = self._file.read(_COPY_BYTES)
-            if not self._compressed:
-                if self._frame_started:
-                    raise EOFError("the last zstandard frame is cut short")
+            if self._frame is None and not self._begin_frame():
                 return 0
-            try:
-                self._plain = memoryview(self._frame.decompress(self._compressed))
-            except self._error as error:
-                raise EOFError(str(error)) from error
-            self._frame_started = True
-            self._compressed = b""
-            if self._frame.eof:
-                self._compressed = self._frame.unused_data
-                self._frame = self._decompressor.decompressobj()
-                self._frame_started = False
+            if not self._compressed and getattr(self._frame, "needs_input", True):
+                self._compressed = self._file.read(_COMPRESSED_BYTES)
+                if not self._compressed:
+                    raise EOFError("the last frame is cut short")
+            self._plain = memoryview(self._decompress())
         count = min(len(target), len(self._plain))
         target[:count] = self._plain[:count]
         self._plain = self._plain[count:]
         return count
+
+    def _begin_frame(self) -> bool:
+        """Go to the next frame; False if there is none."""
+        self._compressed = self._compressed.lstrip(b"\0")
+        while not self._compressed:
+            more = self._file.read(_COMPRESSED_BYTES)
+            if not more:
+                return False
+            self._compressed = more.lstrip(b"\0")
+        self._frame = self._new_frame()
+        return True
+
+    def _decompress(self) -> bytes:
+        try:
+            plain: bytes = self._frame.decompress(self._compressed, *self._limit)
+        except self._error as error:
+            raise EOFError(str(error)) from error
+        self._compressed = b""
+        if self._frame.eof:
+            self._compressed = self._frame.unused_data
+            self._frame = None
+        return plain
 
     def close(self) -> None:
         self._file.close()

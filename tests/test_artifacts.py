@@ -90,6 +90,21 @@ def test_what_has_no_manifest(tmp_path: Path) -> None:
     assert not is_unchanged(tmp_path / "text", tool=TOOL, options={}, inputs=[])
 
 
+@pytest.mark.parametrize("name", [".", "/", "x" * 250, "file/x"])
+def test_a_name_that_can_have_no_manifest(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert read_manifest(name) is None
+    assert not is_unchanged(name, tool=TOOL, options={}, inputs=[])
+
+
+def test_a_folder_in_the_place_of_a_manifest_is_named(output: Path) -> None:
+    manifest_path(output).unlink(missing_ok=True)
+    manifest_path(output).mkdir()
+    with pytest.raises(DataError, match=r"meta\.json: not a readable manifest \(.*Is a directory.*\); remove it"):
+        read_manifest(output)
+
+
 @pytest.mark.parametrize("name", ["-", "/dev/null"])
 def test_a_stream_has_no_manifest(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)

@@ -12,6 +12,7 @@ import resource
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,7 +66,7 @@ def test_a_file_of_several_compressed_streams_reads_as_all_of_them(tmp_path: Pat
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-@pytest.mark.parametrize("damage", ["cut short", "not compressed", "changed"])
+@pytest.mark.parametrize("damage", ["cut short", "not compressed", "changed", "second changed", "second cut short"])
 def test_a_broken_stream_is_named(tmp_path: Path, suffix: str, damage: str) -> None:
     path = tmp_path / f"text{suffix}"
     compressed = bytearray(COMPRESS[suffix](os.urandom(1 << 16)))
@@ -73,12 +74,35 @@ def test_a_broken_stream_is_named(tmp_path: Path, suffix: str, damage: str) -> N
         del compressed[-100:]
     elif damage == "changed":
         compressed[0] ^= 0xFF
+    elif damage == "second changed":  # of many streams in one file, all that follow are at stake
+        compressed += bytes([compressed[0] ^ 0xFF]) + compressed[1:] + compressed
+    elif damage == "second cut short":
+        compressed += compressed[:100]
     path.write_bytes(CONTENT if damage == "not compressed" else compressed)
     with (
         pytest.raises(DataError, match=rf"^{path}: broken compressed stream \(.+\); fetch or compress the file again$"),
         open_binary(path) as stream,
     ):
         stream.read()
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_zero_bytes_between_and_after_streams_are_padding(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"text{suffix}"
+    path.write_bytes((COMPRESS[suffix](CONTENT) + bytes(4096)) * 2)
+    with open_binary(path) as stream:
+        assert stream.read() == CONTENT * 2
+
+
+def test_a_zstandard_file_that_compresses_well_is_read_in_little_memory(tmp_path: Path) -> None:
+    path, content = tmp_path / "text.zst", b"ten bytes\n" * 6_400_000
+    path.write_bytes(zstandard.compress(content))
+    tracemalloc.start()
+    with open_binary(path) as stream:
+        assert sum(iter(lambda: len(stream.read(1 << 20)), 0)) == len(content)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < len(content) / 2
 
 
 @pytest.mark.parametrize("suffix", ["", *COMPRESS])
@@ -88,6 +112,16 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path: Path, suffix: str) -> N
     (tmp_path / f"folder{suffix}").mkdir()
     with pytest.raises(DataError, match=r"is a folder, expected a file$"), open_binary(tmp_path / f"folder{suffix}"):
         pass
+
+
+@pytest.mark.parametrize("suffix", ["", *COMPRESS])
+def test_a_name_that_leads_nowhere_is_named(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"loop{suffix}").symlink_to(f"loop{suffix}")
+    (tmp_path / "file").touch()
+    for name, why in (("x" * 300, "name too long"), ("loop", "Too many levels"), ("file/x", "Not a directory")):
+        expected = pytest.raises(DataError, match=rf"{name}{suffix}: cannot be opened \(.*{why}.*\)$")
+        with expected, open_binary(tmp_path / f"{name}{suffix}"):
+            pass
 
 
 @not_as_root

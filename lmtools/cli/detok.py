@@ -19,7 +19,7 @@ from lmtools.cli.options import (
     say,
 )
 from lmtools.cli.text_workers import SchedulerOption, absolute_names, text_workers
-from lmtools.files import COMPRESSED_SUFFIXES, STDIO
+from lmtools.files import COMPRESSED_SUFFIXES, STDIO, disk_errors
 
 
 def detok(
@@ -86,7 +86,10 @@ def _name_outputs(paths: list[str], output_dir: Path | None) -> tuple[list[str],
         return [paths[0]], [paths[1]]
     if STDIO in paths:
         raise typer.BadParameter("standard input (-) has no name to make an output of", param_hint="--output-dir")
-    output_dir.mkdir(parents=True, exist_ok=True)
+    if output_dir.exists() and not output_dir.is_dir():
+        raise typer.BadParameter(f"{output_dir} is a file, expected a folder", param_hint="--output-dir")
+    with disk_errors(output_dir):
+        output_dir.mkdir(parents=True, exist_ok=True)
     return paths, [str(output_dir / f"{_stem(path)}.detok") for path in paths]
 
 

@@ -37,7 +37,10 @@ def download(
         int, typer.Option("--attempts", min=1, help="Failures in a row before the next mirror is tried.")
     ] = 5,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0.01, help="Seconds to wait for a connection and for the next bytes.")
+        float,
+        typer.Option(
+            "--timeout", min=0.01, max=86_400, help="Seconds to wait for a connection and for the next bytes."
+        ),
     ] = 30.0,
     list_all: Annotated[bool, typer.Option("--list", help="Show what can be downloaded, and do nothing.")] = False,
     as_json: JsonOption = False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,7 +78,7 @@ def useful_workers(workers: int) -> int:
 
 def input_bytes(paths: Sequence[str]) -> int | None:
     """The size of all inputs together, or None if it is not known before they are read."""
-    if any(not Path(path).is_file() or Path(path).suffix in COMPRESSED_SUFFIXES for path in paths):
+    if any(not os.path.isfile(path) or Path(path).suffix in COMPRESSED_SUFFIXES for path in paths):
         return None
     return sum(Path(path).stat().st_size for path in paths)
 

@@ -6,6 +6,7 @@ the parts are joined in order. What reads, writes or hashes text is done by work
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
@@ -133,15 +134,19 @@ def require_pairs(inputs: Sequence[str], outputs: Sequence[str]) -> None:
     """Check the names that a command was given.
 
     Raises:
-        ConfigError: there are not as many outputs as inputs; two outputs are one file; standard input is named twice.
+        ConfigError: there are not as many outputs as inputs; a name is empty; two outputs are one file; standard input
+            is named twice.
     """
     if len(inputs) != len(outputs) or not inputs:
         raise ConfigError(
             f"expected an output for every input, found {len(inputs)} input(s) ({', '.join(inputs)}) and "
             f"{len(outputs)} output(s) ({', '.join(outputs)})"
         )
-    for name in outputs:
-        if sum(Path(name).absolute() == Path(other).absolute() for other in outputs) > 1:
+    if "" in (*inputs, *outputs):
+        raise ConfigError("expected names of files, found an empty one; is a variable of the shell not set?")
+    files = [os.path.realpath(name) for name in outputs]
+    for name, file in zip(outputs, files, strict=True):
+        if files.count(file) > 1:
             raise ConfigError(f"{name}: named as the output of more than one input")
     if inputs.count(STDIO) > 1:
         raise ConfigError("standard input (-) can be read as one input only")

@@ -156,6 +156,7 @@ def test_list_shows_every_name(run: Run) -> None:
         (["wikitext2"], "did you mean wikitext-2"),
         (["gpt2-dict", "--attempts", "0"], "--attempts"),
         (["gpt2-dict", "--timeout", "0"], "--timeout"),
+        (["gpt2-dict", "--timeout", "inf"], "--timeout"),
     ],
 )
 def test_wrong_usage_is_told(run: Run, arguments: list[str], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
