@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lmtools.cli.eval_output import bar_of_rank_0, document_of, show, write
 from lmtools.cli.memory_options import with_memory_options
 from lmtools.cli.options import Device, DType
-from lmtools.errors import ConfigError, DataError
+from lmtools.errors import ConfigError
 
 if TYPE_CHECKING:
     from lmtools.checkpoints.load import Checkpoint
@@ -99,8 +99,7 @@ def evaluate_streams(
         for split in whole
     ]
     for split, cut in zip(whole, streams, strict=True):
-        if cut.num_targets == 0:
-            raise DataError(f"{split.prefix}: {split.tokens_in_split} tokens are too few for fairseq to score any")
+        cut.require_targets(str(split.prefix))
 
     if mp * dp > 1 and not is_worker():
         run_workers(sys.argv[1:], num_workers=mp * dp)

@@ -74,6 +74,26 @@ class Streams:
         chunks = self.bounds[:-1][rows] + step
         return np.where(chunks < self.bounds[1:][rows], chunks, -1)
 
+    def step_of(self, chunk_ids: Offsets) -> int:
+        """At which step some rows read these chunks: rows differ by one chunk at most, so all end with the last."""
+        read = chunk_ids[chunk_ids >= 0]
+        if len(read) == 0:
+            return self.num_steps - 1
+        row = int(np.searchsorted(self.bounds, read[0], side="right")) - 1
+        return int(read[0] - self.bounds[row])
+
+    def require_targets(self, where: str) -> None:
+        """Refuse a split of which nothing is predicted.
+
+        Raises:
+            DataError: by fairseq's rule there are fewer chunks than rows, or they are of one token.
+        """
+        if self.num_targets == 0:
+            raise DataError(
+                f"{where}: by fairseq's rule none of its {self.num_tokens} tokens is predicted in {self.num_rows} "
+                f"streams of chunks of {self.chunk_len}; use fewer streams, other chunks, or no --fairseq-compat"
+            )
+
 
 def cut_streams(num_tokens: int, *, num_rows: int, chunk_len: int, fairseq_compat: bool = False) -> Streams:
     """Cut a split into rows.
@@ -95,7 +115,7 @@ class Chunks(NamedTuple):
     """What the rows of a batch read and predict in one step.
 
     Attributes:
-        tokens: int64 `(B, T)`.
+        tokens: int64 `(B, E + T)`, the chunks and what is read again before them.
         targets: int64 `(B, T)`, IGNORED where nothing is predicted: at the end of rows, and where fairseq does not.
         offsets: int64 `(B, T)`, where in the split each target stands; -1 where there is none.
     """
@@ -105,25 +125,29 @@ class Chunks(NamedTuple):
     offsets: Offsets
 
 
-def read_chunks(stream: Tokens, streams: Streams, chunk_ids: Offsets, *, eos_index: int) -> Chunks:
+def read_chunks(stream: Tokens, streams: Streams, chunk_ids: Offsets, *, eos_index: int, ext_len: int = 0) -> Chunks:
     """Cut one step's chunks out of the split.
 
     A row is filled up behind its end with tokens that nothing before them sees. All of a split's steps are
-    `chunk_len` wide, but the last one, if each of its rows has less.
+    `chunk_len` wide, whichever of its rows are read, but the last one, if each of these rows has less.
 
     Args:
         stream: the split's tokens.
         streams: from `cut_streams`.
         chunk_ids: from `Streams.chunk_ids`, `(B,)`.
         eos_index: stands before the split's first token.
+        ext_len: tokens before each chunk that are read again, as many of them as the row has: the original's
+            extended context, which a model with this `ext_len` does not remember.
     """
+    step = streams.step_of(chunk_ids)
     starts = np.where(chunk_ids >= 0, chunk_ids * streams.chunk_len, streams.num_tokens)
     ends = np.minimum(starts + streams.chunk_len, streams.num_tokens)
-    width = max(int((ends - starts).max()), 1)
-    places = starts[:, None] + np.arange(width)
+    width = streams.chunk_len if step < streams.num_steps - 1 else max(int((ends - starts).max()), 1)
+    num_again = min(ext_len, step * streams.chunk_len)
+    places = starts[:, None] + np.arange(-num_again, width)
     inside = places < ends[:, None]
     inputs, offsets = (places, places + 1) if streams.fairseq_compat else (places - 1, places)
-    offsets = np.where(inside & (offsets < ends[:, None]), offsets, -1)
+    offsets = np.where(inside & (offsets < ends[:, None]), offsets, -1)[:, num_again:]
     read = stream[np.where(inside, inputs, 0)].astype(np.int64)
     tokens = np.where(inside & (inputs >= 0), read, eos_index)
     targets = np.where(offsets >= 0, stream[offsets].astype(np.int64), IGNORED)

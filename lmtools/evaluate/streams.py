@@ -68,7 +68,8 @@ def score_streams(
     scores = np.zeros(split.tokens_in_split, dtype=np.float32)
     is_scored = np.zeros(split.tokens_in_split, dtype=np.bool_)
     for step in range(streams.num_steps):
-        chunks = read_chunks(split.tokens, streams, streams.chunk_ids(step, rows), eos_index=Dictionary.eos_index)
+        ids = streams.chunk_ids(step, rows)
+        chunks = read_chunks(split.tokens, streams, ids, eos_index=Dictionary.eos_index, ext_len=model.config.ext_len)
         read = (chunks.tokens, chunks.targets)
         if rows_of_types is not None:
             read = (rows_of(chunks.tokens, rows_of_types), rows_of(chunks.targets, rows_of_types))

@@ -33,6 +33,9 @@ from lmtools.models.relative_attention import (
 
 LayerMemory = Tensor | KeyValueMemory
 
+_ROOM_TO_GROW = 8
+"""Position keys are projected for this many times the keys that there are, up to a full memory."""
+
 
 def reorder(memories: Sequence[LayerMemory], rows: Tensor) -> list[LayerMemory]:
     """The memory of other rows of the batch, as beam search needs it.
@@ -209,8 +212,9 @@ class TransformerXL(nn.Module):
         num_known = len(memory.position_keys) if isinstance(memory, KeyValueMemory) else 0
         positions = None
         if num_keys + 1 > num_known:
-            # What is kept shall last: the memory grows up to mem_len.
-            num_distances = max(num_keys, config.mem_len + num_queries) if keep_projections else num_keys
+            # What is kept shall last: the memory grows up to mem_len, if there is as much to read.
+            full = min(config.mem_len + num_queries, _ROOM_TO_GROW * num_keys)
+            num_distances = max(num_keys, full) if keep_projections else num_keys
             positions = self.dropout(relative_positions(num_distances, config.d_model, config.clamp_len, x))
 
         new_memories = []

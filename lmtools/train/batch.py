@@ -26,7 +26,7 @@ class Batch:
 
     Attributes:
         block_ids: which blocks these are.
-        tokens: int64 `(B, T)`, rows padded on the right.
+        tokens: int64 `(B, T)`, rows padded on the right; with `--ext-len` more than targets, which are of the last.
         targets: int64 `(B, T)`, IGNORED where there is nothing to predict.
         num_tokens: how many targets there are; by fairseq's rule of streams all tokens, by which it divides.
     """
@@ -58,7 +58,7 @@ def make_batch(stream: Tokens, blocks: Offsets, block_ids: BlockIds, *, eos_inde
     return Batch(block_ids, torch.from_numpy(tokens), torch.from_numpy(targets), int(lengths.sum()))
 
 
-def make_stream_batch(stream: Tokens, streams: Streams, chunk_ids: BlockIds, *, eos_index: int) -> Batch:
+def make_stream_batch(stream: Tokens, streams: Streams, chunk_ids: BlockIds, *, eos_index: int, ext_len: int) -> Batch:
     """Cut one step's chunks out of the stream; a row at its end, -1, is all ignored.
 
     Args:
@@ -66,9 +66,10 @@ def make_stream_batch(stream: Tokens, streams: Streams, chunk_ids: BlockIds, *, 
         streams: how it is cut.
         chunk_ids: which chunk each row reads.
         eos_index: stands before the stream's first token.
+        ext_len: the model's.
     """
-    chunks = read_chunks(stream, streams, chunk_ids, eos_index=eos_index)
-    num_tokens = chunks.tokens.size if streams.fairseq_compat else int((chunks.offsets >= 0).sum())
+    chunks = read_chunks(stream, streams, chunk_ids, eos_index=eos_index, ext_len=ext_len)
+    num_tokens = chunks.targets.size if streams.fairseq_compat else int((chunks.offsets >= 0).sum())
     return Batch(chunk_ids, torch.from_numpy(chunks.tokens), torch.from_numpy(chunks.targets), num_tokens)
 
 

@@ -144,10 +144,10 @@ def open_data(config: TrainConfig) -> RunData:
     if config.task != "truncated_bptt_lm":
         return RunData(dictionary, train, batches, valid)
     for shard in shards:
-        if cut_blocks_into_streams(train_shard(shard), config, config.batch_size).num_targets == 0:
-            raise DataError(
-                f"{shard}/{config.train_subset}: too few tokens for {config.batch_size} x {config.dp} streams"
-            )
+        streams_of_shard = cut_blocks_into_streams(train_shard(shard), config, config.batch_size)
+        streams_of_shard.require_targets(f"{shard}/{config.train_subset}")
+    for blocks in valid:
+        cut_blocks_for_validation(blocks, config).require_targets(f"{shards[0]}/{blocks.name}")
     return RunData(dictionary, train, batches, valid, streams)
 
 
@@ -160,6 +160,11 @@ def cut_blocks_into_streams(blocks: Blocks, config: TrainConfig, batch_size: int
         chunk_len=config.tokens_per_sample,
         fairseq_compat=config.fairseq_compat,
     )
+
+
+def cut_blocks_for_validation(blocks: Blocks, config: TrainConfig) -> Streams:
+    """The same of a validation split, which may have more or fewer rows."""
+    return cut_blocks_into_streams(blocks, config, config.batch_size_valid or config.batch_size)
 
 
 def validation_batches(blocks: Blocks, config: TrainConfig) -> list[BlockIds]:

@@ -92,7 +92,7 @@ def train(run: Run, data: RunData, state: TrainState, mesh: Mesh, report: Report
     if progress.owes_validation and data.valid:
         validate_splits()
         keeper.amend_last()
-    for update, batches in updates(data, config, progress.position, mesh):
+    for update, batches in updates(data, run, progress.position, mesh):
         if finished(config, progress):
             break
         seconds = time.monotonic() - started
@@ -130,15 +130,17 @@ def train(run: Run, data: RunData, state: TrainState, mesh: Mesh, report: Report
     return 0
 
 
-def updates(data: RunData, config: TrainConfig, start: Position, mesh: Mesh) -> Iterator[tuple[Update, list[Batch]]]:
+def updates(data: RunData, run: Run, start: Position, mesh: Mesh) -> Iterator[tuple[Update, list[Batch]]]:
     """The run's updates with this rank's batches, made ahead in the background."""
+    config = run.train
     multiple = config.mp if config.sequence_parallel else 1
     eos_index = data.dictionary.eos_index
 
     def batch_of(epoch: int, ids: BlockIds) -> Batch:
         blocks = data.train(epoch)
         if data.streams is not None:
-            return make_stream_batch(blocks.tokens, data.streams(epoch), ids, eos_index=eos_index)
+            ext_len = run.model["ext_len"]
+            return make_stream_batch(blocks.tokens, data.streams(epoch), ids, eos_index=eos_index, ext_len=ext_len)
         return make_batch(blocks.tokens, blocks.spans, ids, eos_index=eos_index, multiple=multiple)
 
     def make() -> Iterator[tuple[Update, list[Batch]]]:

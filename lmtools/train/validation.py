@@ -15,10 +15,11 @@ from torch.distributed.tensor.parallel import loss_parallel
 from lmtools.data.batches import deal_out
 from lmtools.data.streams import IGNORED
 from lmtools.evaluate.perplexity import nats_to_bits, perplexity_of_bits
+from lmtools.models.transformer_xl import TransformerXL
 from lmtools.parallel.mesh import Mesh
 from lmtools.train.batch import Batch, make_batch, make_stream_batch
 from lmtools.train.config import TrainConfig
-from lmtools.train.data import Blocks, cut_blocks_into_streams, validation_batches
+from lmtools.train.data import Blocks, cut_blocks_for_validation, validation_batches
 from lmtools.train.memory import Memories, first_memories
 from lmtools.train.step import loss_sum, sum_over_ranks
 
@@ -64,7 +65,8 @@ def validate(model: nn.Module, blocks: Blocks, config: TrainConfig, mesh: Mesh, 
     total_nats = 0.0
     num_tokens = 0
     memories: Memories = None  # of this split alone
-    for number, batch in enumerate(_batches(blocks, config, mesh, eos_index)):
+    ext_len = model.config.ext_len if isinstance(model, TransformerXL) else 0
+    for number, batch in enumerate(_batches(blocks, config, mesh, eos_index, ext_len)):
         if number == 0:
             memories = first_memories(model, config, len(batch.tokens), mesh.device)
         with loss_parallel():
@@ -81,14 +83,15 @@ def validate(model: nn.Module, blocks: Blocks, config: TrainConfig, mesh: Mesh, 
     return Validation(blocks.name, nats, tokens, blocks.original.tokens if blocks.original is not None else None)
 
 
-def _batches(blocks: Blocks, config: TrainConfig, mesh: Mesh, eos_index: int) -> Iterator[Batch]:
+def _batches(blocks: Blocks, config: TrainConfig, mesh: Mesh, eos_index: int, ext_len: int) -> Iterator[Batch]:
     """This rank's, as many as every other rank's."""
     if config.task == "truncated_bptt_lm":
-        streams = cut_blocks_into_streams(blocks, config, config.batch_size_valid or config.batch_size)
+        streams = cut_blocks_for_validation(blocks, config)
         num_rows = streams.num_rows // mesh.dp_size
         rows = slice(mesh.dp_rank * num_rows, (mesh.dp_rank + 1) * num_rows)
         for step in range(streams.num_steps):
-            yield make_stream_batch(blocks.tokens, streams, streams.chunk_ids(step, rows), eos_index=eos_index)
+            ids = streams.chunk_ids(step, rows)
+            yield make_stream_batch(blocks.tokens, streams, ids, eos_index=eos_index, ext_len=ext_len)
         return
     multiple = config.mp if config.sequence_parallel else 1
     for step_ids in deal_out(validation_batches(blocks, config), mesh.dp_size):

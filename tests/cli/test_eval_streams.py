@@ -52,7 +52,7 @@ def test_the_summary_says_what_fairseq_leaves_out(lmtools, txl):
         (["--max-tokens", 100], "--max-tokens: a stream"),
         (["--add-bos-token"], "--add-bos-token: a stream"),
         (["--mem-len", 0, "--same-length"], "--same-length: attends to the last --mem-len positions"),
-        (["--batch-size", 400, "--fairseq-compat"], "5184 tokens are too few for fairseq to score any"),
+        (["--batch-size", 400, "--fairseq-compat"], "none of its 5184 tokens is predicted in 400 streams"),
         (["--mp", 4], "--mp 4: does not divide the model's 2 attention heads"),
     ],
 )

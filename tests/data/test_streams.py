@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmtools.data.streams import IGNORED, Chunks, Streams, cut_streams, read_chunks
+from lmtools.errors import DataError
 
 EOS = 2
 STREAM = np.arange(10, 10 + 400, dtype=np.uint16)
@@ -90,6 +91,33 @@ def test_replicas_read_the_rows_of_one_larger_batch(num_tokens, batch_size, dp_s
         np.testing.assert_array_equal(np.concatenate(shares), streams.chunk_ids(step))
 
 
+@given(lengths, st.integers(1, 4), st.integers(1, 4), chunk_lengths)
+def test_replicas_read_equally_wide_chunks_until_the_last_step(num_tokens, batch_size, dp_size, chunk_len):
+    """Theirs is one memory in a checkpoint, also where the split's short chunk is not in the last step."""
+    streams = cut_streams(num_tokens, num_rows=batch_size * dp_size, chunk_len=chunk_len)
+    for step in range(streams.num_steps - 1):
+        for rank in range(dp_size):
+            ids = streams.chunk_ids(step, slice(rank * batch_size, (rank + 1) * batch_size))
+            chunks = read_chunks(STREAM[:num_tokens], streams, ids, eos_index=EOS)
+            assert chunks.tokens.shape == chunks.targets.shape == (batch_size, chunk_len)
+
+
+@given(lengths, rows, chunk_lengths, st.booleans(), st.integers(0, 50))
+def test_an_extended_context_is_what_the_row_read_last(num_tokens, num_rows, chunk_len, fairseq_compat, ext_len):
+    streams = cut_streams(num_tokens, num_rows=num_rows, chunk_len=chunk_len, fairseq_compat=fairseq_compat)
+    before = np.zeros((num_rows, 0), dtype=np.int64)
+    for step, expected in enumerate(read_all(num_tokens, streams)):
+        ids = streams.chunk_ids(step)
+        chunks = read_chunks(STREAM[:num_tokens], streams, ids, eos_index=EOS, ext_len=ext_len)
+        np.testing.assert_array_equal(chunks.targets, expected.targets)
+        np.testing.assert_array_equal(chunks.offsets, expected.offsets)
+        going_on = ids >= 0
+        whole = np.concatenate([before, expected.tokens], axis=1)
+        width = expected.tokens.shape[1] + min(ext_len, before.shape[1])
+        np.testing.assert_array_equal(chunks.tokens[going_on], whole[going_on, whole.shape[1] - width :])
+        before = whole
+
+
 @given(lengths, rows, chunk_lengths)
 def test_which_chunk_a_token_is_in_does_not_depend_on_the_rows(num_tokens, num_rows, chunk_len):
     streams = cut_streams(num_tokens, num_rows=num_rows, chunk_len=chunk_len)
@@ -103,3 +131,10 @@ def test_more_rows_than_chunks(fairseq_compat):
     streams = cut_streams(5, num_rows=4, chunk_len=3, fairseq_compat=fairseq_compat)
     assert streams.num_steps == (0 if fairseq_compat else 1)
     assert streams.num_targets == (0 if fairseq_compat else 5)
+
+
+@pytest.mark.parametrize(("num_rows", "chunk_len"), [(4, 3), (1, 1)])
+def test_a_split_of_which_nothing_is_predicted_is_refused(num_rows, chunk_len):
+    cut_streams(5, num_rows=num_rows, chunk_len=chunk_len).require_targets("valid")
+    with pytest.raises(DataError, match=f"valid: .* none of its 5 tokens is predicted in {num_rows} streams of chunks"):
+        cut_streams(5, num_rows=num_rows, chunk_len=chunk_len, fairseq_compat=True).require_targets("valid")

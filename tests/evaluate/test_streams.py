@@ -164,6 +164,21 @@ def test_a_long_memory_is_one_long_pass():
     np.testing.assert_allclose(own(options=whole), own(options=whole, chunk_len=403), rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("batch_size", [1, 10])
+def test_an_extended_context_takes_no_part_of_what_is_seen(batch_size):
+    """What is left out of a memory as long as the text is read again: each token sees all before it."""
+    whole = {"mem_len": 500, "same_length": False}
+    expected = own(options=whole, batch_size=batch_size)
+    np.testing.assert_allclose(own(options=whole | {"ext_len": 5}, batch_size=batch_size), expected, rtol=0, atol=2e-5)
+
+
+def test_an_extended_context_instead_of_memory():
+    """A memory of 0 and all that was read before is one long pass too."""
+    expected = own(options={"mem_len": 500, "same_length": False}, num_tokens=60)
+    found = own(options={"mem_len": 0, "same_length": False, "ext_len": 60}, num_tokens=60)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+
+
 @pytest.mark.slow
 def test_two_replicas_and_a_split_model_are_one_larger_batch():
     expected = own(batch_size=4)

@@ -196,6 +196,16 @@ def test_position_keys_are_projected_once():
     assert calls == [4 + 3 + 1] * model.config.n_layer
 
 
+def test_a_memory_longer_than_any_text_costs_nothing():
+    model = small_model(mem_len=10**9)
+    segments = some_tokens(2, 12).split(3, dim=1)
+    with torch.no_grad():
+        found, memories = run_segments(model, segments, keep_projections=True)
+        expected, _ = run_segments(small_model(mem_len=12), segments, keep_projections=True)
+    torch.testing.assert_close(found, expected)
+    assert all(len(memory.position_keys) < 100 for memory in memories)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_position_sees_a_later_token(variant):
     model = small_model(**VARIANTS[variant])

@@ -119,7 +119,7 @@ def test_a_place_has_its_masks_whatever_came_before():
 def gradients(flags: dict[str, Any]) -> dict[str, Tensor]:
     state, mesh = new_state(flags)
     run = tiny_run(**EVERYWHERE, **flags)
-    _, batches = next(updates(open_data(run.train), run.train, Position(1, 3), mesh))
+    _, batches = next(updates(open_data(run.train), run, Position(1, 3), mesh))
     seed_batch(mesh.device, seed=1, place="1.4", batch=0, dp_rank=mesh.dp_rank)
     forward_backward(state.model, batches[0], mesh.device, loss_scale=1.0)
     return {name: whole(parameter.grad) for name, parameter in state.parameters.items() if parameter.grad is not None}

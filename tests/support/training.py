@@ -102,7 +102,7 @@ def advance(run: Run, data: RunData, state: TrainState, mesh: Mesh, num_updates:
     """Make updates from the state's position on, as the loop does, without its reports and checkpoints."""
     results = []
     progress = state.progress
-    for update, batches in islice(updates(data, run.train, progress.position, mesh), num_updates):
+    for update, batches in islice(updates(data, run, progress.position, mesh), num_updates):
         result = make_update(update, batches, run.train, state, mesh, StopSignal())
         state.scaler.update(overflow=result.skipped is not None)
         progress.position = update.after

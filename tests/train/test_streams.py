@@ -12,11 +12,12 @@ import torch
 
 from lmtools.checkpoints.models import model_config, new_model
 from lmtools.data.indexed import IndexedDataset
-from lmtools.errors import CheckpointError, ConfigError
+from lmtools.errors import CheckpointError, ConfigError, DataError
 from lmtools.train import loop, start
 from lmtools.train.config import resolve
 from lmtools.train.data import open_data
 from lmtools.train.start import start_state
+from lmtools.train.validation import validate
 from tests.support.ranks import run_ranks
 from tests.support.training import (
     GOLDEN,
@@ -150,6 +151,29 @@ def test_an_epoch_begins_without_memory():
     losses, _, _ = updates_of({"batch_size": 32, "lr": 1e-30}, 13)
     assert losses[11:] == losses[:2]
     assert len(set(losses[:11])) == 11
+
+
+def losses_with(ext_len: int) -> tuple[float, float]:
+    """Of training and of validation, with a memory of all that was read."""
+    run = tiny_run(**XL, batch_size=8, update_freq=4, mem_len=64, ext_len=ext_len, valid_subset="valid")
+    mesh, data = cpu_mesh(run), open_data(run.train)
+    state = state_of_noise(run, mesh, vocab_size=len(data.dictionary), dtype=torch.float64)
+    [update] = advance(run, data, state, mesh, 1)
+    state = state_of_noise(run, mesh, vocab_size=len(data.dictionary), dtype=torch.float64)
+    validation = validate(state.model, data.valid[0], run.train, mesh, eos_index=data.dictionary.eos_index)
+    return update.loss_sum, validation.total_nats
+
+
+def test_an_extended_context_is_read_again():
+    """It is no part of the memory, so that nothing would be seen twice, or not at all."""
+    np.testing.assert_allclose(losses_with(5), losses_with(0), rtol=1e-12)
+
+
+def test_a_validation_split_of_which_nothing_is_predicted_is_refused():
+    with pytest.raises(
+        DataError, match=r"bin/valid: by fairseq's rule none of its \d+ tokens is predicted in 500 stre"
+    ):
+        open_data(tiny_run(**XL, valid_subset="valid", batch_size_valid=500, fairseq_compat=True).train)
 
 
 def test_a_loss_that_is_not_finite_is_not_remembered(monkeypatch):
