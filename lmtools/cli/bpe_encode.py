@@ -71,6 +71,12 @@ def bpe_encode(
             progress_bar("bpe-encode", total=input_bytes(sources)) as progress,
         ):
             counts = encode(sources, targets, vocabulary=vocabulary, keep_empty=keep_empty, **chosen, progress=progress)
+    for source, target, of_target in zip(sources, targets, counts, strict=True):
+        if of_target.lost_lines:
+            say(
+                f"warning: {target}: {of_target.lost_lines:,} lines of {source} with text are left out, being empty in "
+                "another input; the counts of its original text do not travel on (--keep-empty keeps all lines)"
+            )
     if as_json:
         outputs_json = [_describe(target, of_target) for target, of_target in zip(targets, counts, strict=True)]
         print_json({"outputs": outputs_json, "skipped": found is not None})

@@ -38,15 +38,22 @@ class BpeCounts:
     Attributes:
         lines: its lines.
         tokens: its ids.
-        dropped_lines: lines of the text that are left out, being empty.
+        dropped_lines: lines of the text that are left out, being empty in one of the inputs.
+        lost_lines: those of them that are not empty in this one.
     """
 
     lines: int = 0
     tokens: int = 0
     dropped_lines: int = 0
+    lost_lines: int = 0
 
     def __add__(self, other: BpeCounts) -> BpeCounts:
-        return BpeCounts(self.lines + other.lines, self.tokens + other.tokens, self.dropped_lines + other.dropped_lines)
+        return BpeCounts(
+            self.lines + other.lines,
+            self.tokens + other.tokens,
+            self.dropped_lines + other.dropped_lines,
+            self.lost_lines + other.lost_lines,
+        )
 
     @property
     def tokens_with_eos(self) -> int:
@@ -102,7 +109,11 @@ def bpe_encode(
         tool=_ENCODE,
         options=_encode_options(vocabulary, keep_empty),
         counts=[asdict(of_output) for of_output in counts],
-        originals=done.originals,
+        # Ids of a part of a text are not those of what was counted: a perplexity per original token would be too low.
+        originals=[
+            None if of_output.lost_lines else original
+            for of_output, original in zip(counts, done.originals, strict=True)
+        ],
     )
     return counts
 
@@ -143,20 +154,21 @@ def _encode_piece(vocabulary: VocabularyFiles, keep_empty: bool, piece: Piece) -
     """Encode the lines of a piece into its parts; returns the counts of each part."""
     encode = _encoder(vocabulary).encode_line
     num_lines = num_dropped = 0
-    num_tokens = [0] * len(piece.parts)
+    num_tokens, num_lost = [0] * len(piece.parts), [0] * len(piece.parts)
     with disk_errors(piece.output), ExitStack() as stack:
         parts = [stack.enter_context(write_part(part, buffering=_WRITE_BYTES)) for part in piece.parts]
         for lines in zip(*map(read_text_lines, piece.inputs), strict=True):
             texts = [line.strip() for line in lines]
             if not keep_empty and not all(texts):
                 num_dropped += 1
+                num_lost = [lost + (text != "") for lost, text in zip(num_lost, texts, strict=True)]
                 continue
             num_lines += 1
             for n, text in enumerate(texts):
                 ids = encode(text)
                 parts[n].write(ids + b"\n")
                 num_tokens[n] += ids.count(b" ") + (ids != b"")
-    return [BpeCounts(num_lines, tokens, num_dropped) for tokens in num_tokens]
+    return [BpeCounts(num_lines, tokens, num_dropped, lost) for tokens, lost in zip(num_tokens, num_lost, strict=True)]
 
 
 def bpe_decode(

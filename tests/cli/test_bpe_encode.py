@@ -52,8 +52,16 @@ def test_fairseqs_command_line_with_several_values_after_a_flag(lmtools: Lmtools
 
 def test_the_result_as_json(lmtools: Lmtools, texts: Path) -> None:
     ran = lmtools("bpe-encode", "--inputs", texts / "a", "--outputs", texts / "ids", "--json")
-    counts = {"lines": 2, "tokens": 3, "dropped_lines": 1, "tokens_with_eos": 5}
+    counts = {"lines": 2, "tokens": 3, "dropped_lines": 1, "lost_lines": 0, "tokens_with_eos": 5}
     assert json.loads(ran.out) == {"outputs": [{"path": str(texts / "ids"), **counts}], "skipped": False}
+
+
+def test_lines_with_text_that_are_left_out_are_a_warning(lmtools: Lmtools, texts: Path) -> None:
+    a, b = texts / "a", texts / "b"
+    ran = lmtools("bpe-encode", "--inputs", a, b, "--outputs", f"{a}.ids", f"{b}.ids")
+    assert ran.code == 0
+    [line] = ran.err.splitlines()
+    assert f"warning: {b}.ids: 1 lines of {b} with text are left out, being empty in another input" in line
 
 
 def test_more_workers_than_cores_is_said_once(lmtools: Lmtools, texts: Path) -> None:

@@ -14,6 +14,7 @@ from lmtools.artifacts import FileRecord, Manifest, OriginalText, read_manifest,
 from lmtools.errors import ConfigError, DataError, LmtoolsError
 from lmtools.preprocess import bpe, transform
 from lmtools.preprocess.bpe import BpeCounts, bpe_decode, bpe_encode, find_decoded, find_encoded
+from lmtools.preprocess.detok import detok
 from lmtools.preprocess.gpt2_vocabulary import VocabularyFiles, find_vocabulary
 from tests.support.tiny_bpe import write_vocabulary
 
@@ -90,11 +91,31 @@ def test_several_inputs_lose_the_same_lines(tmp_path: Path, gpt2: VocabularyFile
     (tmp_path / "b").write_text("one\ntwo\n \nfour")
     sources, targets = [str(tmp_path / "a"), str(tmp_path / "b")], [str(tmp_path / "a.bpe"), str(tmp_path / "b.bpe")]
 
-    assert bpe_encode(sources, targets, vocabulary=gpt2) == [BpeCounts(2, 2, 2), BpeCounts(2, 2, 2)]
+    assert bpe_encode(sources, targets, vocabulary=gpt2) == [BpeCounts(2, 2, 2, 1), BpeCounts(2, 2, 2, 1)]
     assert (tmp_path / "a.bpe").read_bytes() == b"15496\n15496\n"
     assert (tmp_path / "b.bpe").read_bytes() == b"505\n14337\n"
 
     assert bpe_encode(sources, targets, vocabulary=gpt2, keep_empty=True) == [BpeCounts(4, 3), BpeCounts(4, 3)]
+
+
+def test_ids_without_some_lines_of_text_are_not_those_of_the_original_text(
+    tmp_path: Path, gpt2: VocabularyFiles
+) -> None:
+    """Or a perplexity per original token would divide the loss of a part by the tokens of the whole."""
+    (tmp_path / "a.raw").write_text("Hello\n\nworld\n")
+    (tmp_path / "b.raw").write_text("one\ntwo\nthree\n")
+    texts, ids = [[str(tmp_path / f"{name}{suffix}") for name in "ab"] for suffix in (".detok", ".bpe")]
+    for name, text in zip("ab", texts, strict=True):
+        detok(str(tmp_path / f"{name}.raw"), text)
+
+    def original_tokens() -> list[int | None]:
+        originals = [manifest.original for path in ids if (manifest := read_manifest(path)) is not None]
+        return [original.tokens if original is not None else None for original in originals]
+
+    assert [counts.lost_lines for counts in bpe_encode(texts, ids, vocabulary=gpt2)] == [0, 1]
+    assert original_tokens() == [5, None]
+    bpe_encode(texts, ids, vocabulary=gpt2, keep_empty=True)
+    assert original_tokens() == [5, 6]
 
 
 def test_several_inputs_are_cut_at_the_same_lines(
@@ -278,7 +299,7 @@ def test_the_manifest_says_what_made_the_output(tmp_path: Path, gpt2: Vocabulary
     assert manifest.tool == "lmtools bpe-encode"
     assert list(manifest.inputs) == [FileRecord.of(tmp_path / "text")]
     assert list(manifest.outputs) == [FileRecord.of(tmp_path / "ids")]
-    assert manifest.counts == {"lines": 1, "tokens": 2, "dropped_lines": 1}
+    assert manifest.counts == {"lines": 1, "tokens": 2, "dropped_lines": 1, "lost_lines": 0}
     assert manifest.options["keep_empty"] is False
     assert manifest.options["vocab_bpe"] == gpt2.vocab_bpe_sha256
     assert manifest.original is None
