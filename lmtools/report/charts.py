@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -110,18 +110,18 @@ def thinned(series: Series) -> Series:
     """Every so many points of a series, the last one included, so that they are few enough to draw."""
     step = -(-len(series.loss) // _MOST_POINTS)
     kept = np.arange(len(series.loss) - 1, -1, -max(step, 1))[::-1]
-    columns = (series.updates, series.tokens, series.seconds, series.loss, series.weights)
-    return Series(*(column[kept] for column in columns))
+    return Series(*(getattr(series, field.name)[kept] for field in fields(series)))
 
 
 def tokens_per_second(series: Series, *, num_points: int = 40) -> tuple[Floats, Floats]:
     """Speed over stretches of a run.
 
     Returns:
-        The number of updates at the end of each stretch, and the tokens per second of training time within it.
+        The number of updates at the end of each stretch, and the tokens per second of its updates: validation and
+        checkpoints between them take none of the time.
     """
     ends = np.unique(np.linspace(0, len(series.loss) - 1, num_points + 1).astype(int))
-    tokens, seconds = np.diff(series.tokens[ends]), np.diff(series.seconds[ends])
+    tokens, seconds = np.diff(series.tokens[ends]), np.diff(series.training_seconds[ends])
     timed = seconds > 0
     return series.updates[ends[1:]][timed], tokens[timed] / seconds[timed]
 

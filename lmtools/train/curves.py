@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -25,7 +25,8 @@ class Series:
     Attributes:
         updates: updates made, `(n,)`.
         tokens: tokens trained on, `(n,)`.
-        seconds: spent on training, `(n,)`.
+        seconds: the run's age, validation and all, `(n,)`.
+        training_seconds: what its updates took, `(n,)`.
         loss: bits per token, finite, `(n,)`.
         weights: tokens that each loss is the mean of, `(n,)`.
     """
@@ -33,6 +34,7 @@ class Series:
     updates: Floats
     tokens: Floats
     seconds: Floats
+    training_seconds: Floats
     loss: Floats
     weights: Floats
 
@@ -44,7 +46,7 @@ class Series:
         nats = np.concatenate([[0.0], np.cumsum(self.loss * self.weights)])
         weights = np.concatenate([[0.0], np.cumsum(self.weights)])
         mean = (nats[end] - nats[first]) / (weights[end] - weights[first])
-        return Series(self.updates, self.tokens, self.seconds, mean, self.weights)
+        return replace(self, loss=mean)
 
     def x(self, axis: XAxis) -> Floats:
         """Where the losses stand on an axis."""
@@ -104,14 +106,19 @@ def _read_run(file: Path, name: str) -> RunCurves:
         raise DataError(f"{file}: no such file; expected the --save-dir of a run, or its {METRICS_NAME}")
     train: list[tuple[float, ...]] = []
     valid: dict[str, list[tuple[float, ...]]] = {}
-    num_tokens = 0
+    num_tokens, age, training_seconds = 0, 0.0, 0.0
     for number, line in enumerate(read_metrics(file), start=1):
         try:
-            if line["kind"] == "update" and line["skipped"] is None:
-                num_tokens += line["num_tokens"]
-                train.append(_point(line, num_tokens))
+            if line["kind"] == "update":
+                is_made = line["skipped"] is None
+                # Runs of before have the run's clock alone, with all validation in it.
+                training_seconds += line.get("update_seconds", line["seconds"] - age)
+                age = line["seconds"]
+                if is_made:
+                    num_tokens += line["num_tokens"]
+                    train.append(_point(line, num_tokens, training_seconds))
             elif line["kind"] == "valid":
-                valid.setdefault(line["subset"], []).append(_point(line, num_tokens))
+                valid.setdefault(line["subset"], []).append(_point(line, num_tokens, training_seconds))
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{file}:{number}: not a line of {METRICS_NAME} ({error!r})") from error
     curves = RunCurves(name, _series(train), {subset: _series(points) for subset, points in valid.items()})
@@ -120,16 +127,15 @@ def _read_run(file: Path, name: str) -> RunCurves:
     return curves
 
 
-def _point(line: dict[str, Any], num_tokens: int) -> tuple[float, ...]:
+def _point(line: dict[str, Any], num_tokens: int, training_seconds: float) -> tuple[float, ...]:
     loss = float("nan") if line["loss_base2"] is None else line["loss_base2"]
-    values = line["num_updates"], num_tokens, line["seconds"], loss, line["num_tokens"]
+    values = line["num_updates"], num_tokens, line["seconds"], training_seconds, loss, line["num_tokens"]
     return tuple(float(value) for value in values)
 
 
 def _series(points: Sequence[tuple[float, ...]]) -> Series:
-    columns = np.array(points, dtype=np.float64).reshape(-1, 5)
-    updates, tokens, seconds, loss, weights = columns[np.isfinite(columns[:, 3])].T
-    return Series(updates, tokens, seconds, loss, weights)
+    columns = np.array(points, dtype=np.float64).reshape(-1, 6)
+    return Series(*columns[np.isfinite(columns[:, 4])].T)
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:

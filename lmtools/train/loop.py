@@ -123,6 +123,7 @@ def train(run: Run, data: RunData, state: TrainState, mesh: Mesh, report: Report
                 validate_splits()
         stopping = stopping or finished(config, progress)
         keeper.save_if_due(update.epoch, made=made, end_of_epoch=end_of_epoch, stopping=stopping)
+        report.next_update()
         if result.stop_signal:
             keeper.wait()
             return result.stop_signal

@@ -74,6 +74,8 @@ class Reporter:
         """An update was made or skipped."""
         if not self._speaks:
             return
+        now = time.monotonic()
+        update_seconds, self._since = now - self._since, now
         num_updates = state.progress.num_updates
         self._write(
             {
@@ -89,11 +91,10 @@ class Reporter:
                 "loss_scale": state.scaler.scale,
                 "skipped": result.skipped,
                 "seconds": state.progress.seconds,
+                "update_seconds": update_seconds,
             }
         )
-        now = time.monotonic()
-        self._interval.add(result, seconds=now - self._since)
-        self._since = now
+        self._interval.add(result, seconds=update_seconds)
         if self._line is not None:
             self._line.update(num_updates)
         if num_updates % self._config.log_interval == 0 or num_updates == 1:
@@ -164,7 +165,10 @@ class Reporter:
                 f"ppl {valid.perplexity:.2f}{words} | {valid.num_tokens:,} tokens | {best}",
             )
             self._plot(valid.subset, values, progress.num_updates)
-        self._since = time.monotonic()  # validation is not training: its time is in no interval
+
+    def next_update(self) -> None:
+        """The next one begins: what came since the last, validation and the start of a checkpoint, is no training."""
+        self._since = time.monotonic()
 
     def saved(self, path: Path) -> None:
         """A checkpoint is complete."""

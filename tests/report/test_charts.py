@@ -20,7 +20,8 @@ from tests.support.results import write_metrics
 
 def series(num_points: int, seconds_per_update: float = 2.0) -> Series:
     updates = np.arange(1.0, num_points + 1)
-    return Series(updates, updates * 100, updates * seconds_per_update, 1 / updates, np.full(num_points, 100.0))
+    seconds = updates * seconds_per_update
+    return Series(updates, updates * 100, seconds, seconds, 1 / updates, np.full(num_points, 100.0))
 
 
 @pytest.mark.parametrize("num_points", [1, 2, 399, 400, 401, 5000])

@@ -151,7 +151,8 @@ def train_a_leg(flags: dict[str, Any], stop: StopSignal | None = None) -> Leg:
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl, without what depends on the clock."""
     return [
-        {key: value for key, value in line.items() if key != "seconds"} for line in read_metrics(folder / METRICS_NAME)
+        {key: value for key, value in line.items() if key not in ("seconds", "update_seconds")}
+        for line in read_metrics(folder / METRICS_NAME)
     ]
 
 

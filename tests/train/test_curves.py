@@ -51,6 +51,14 @@ def test_updates_and_validations_are_told_apart_and_placed_on_each_axis(tmp_path
     assert run.valid["valid"].y("ppl").tolist() == [2**7.5, 2**6.5]
 
 
+def test_updates_time_is_theirs_and_a_run_of_before_has_the_clocks(tmp_path):
+    lines = [update(1, 8.0), update(2, 7.0), valid(2, 7.5), update(3, None, skipped="overflow"), update(3, 6.0)]
+    timed = [line | {"update_seconds": 0.25} if line["kind"] == "update" else line for line in lines]
+    runs = read_runs([write(tmp_path / "old", lines), write(tmp_path / "new", timed)])
+    assert [run.train.training_seconds.tolist() for run in runs] == [[0.5, 1.0, 1.5], [0.25, 0.5, 1.0]]
+    assert runs[1].valid["valid"].training_seconds.tolist() == [0.5]
+
+
 def test_a_run_is_named_by_its_folder_or_its_file(tmp_path):
     folder = write(tmp_path / "a", [update(1, 1.0)])
     (folder / "metrics.jsonl").rename(tmp_path / "other.jsonl")
@@ -125,7 +133,7 @@ def test_a_folder_without_metrics_is_one_line(tmp_path):
 
 def series(losses: list[float], weights: list[float]) -> Series:
     counts = np.arange(1.0, len(losses) + 1)
-    return Series(counts, counts, counts, np.array(losses), np.array(weights))
+    return Series(counts, counts, counts, counts, np.array(losses), np.array(weights))
 
 
 WEIGHTED = st.lists(st.tuples(st.floats(0, 20), st.integers(1, 10**6)), min_size=1, max_size=30)

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmtools.train import report
+from lmtools.report.charts import tokens_per_second
+from lmtools.train import loop, report
+from lmtools.train.checkpoints import Keeper
+from lmtools.train.curves import read_runs
 from lmtools.train.loop import UpdateResult
 from lmtools.train.precision import LossScaler
 from lmtools.train.report import Reporter
 from lmtools.train.state import Progress, TrainState
 from lmtools.train.validation import Validation
-from tests.support.training import cpu_mesh, tiny_run
+from tests.support.training import cpu_mesh, tiny_run, train_a_leg
 
 UPDATE = UpdateResult(
     loss_sum=640.0, num_tokens=64, gradient_norm=1.0, learning_rate=0.1, skipped=None, stop_signal=0, num_written=0,
@@ -40,7 +43,34 @@ def test_neither_validation_nor_its_place_changes_the_rate(tmp_path: Path, monke
         if progress.num_updates in validates_after:
             clock[0] += 100
             reporter.validation([Validation("valid", 100.0, 50, None)], progress)
+        reporter.next_update()
     reporter.close()
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     rates = [(line["updates_per_second"], line["tokens_per_second"]) for line in lines if line["kind"] == "log"]
     assert rates == [(0.5, 32.0)] * 6, "after the first update and after every fourth"
+
+
+def test_a_reports_speed_is_that_of_the_updates_alone(tmp_path: Path, monkeypatch):
+    """A whole run: an update takes 2 s, a validation 100 s, and what a checkpoint keeps it waiting 50 s."""
+    clock = [0.0]
+
+    def takes(seconds, function):
+        def run(*args, **options):
+            clock[0] += seconds
+            return function(*args, **options)
+
+        return run
+
+    monkeypatch.setattr(loop.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("lmtools.train.utilisation.matmul_flops_per_second", lambda *_: 1e12)
+    monkeypatch.setattr(loop, "make_update", takes(2, loop.make_update))
+    monkeypatch.setattr(loop, "validate", takes(100, loop.validate))
+    monkeypatch.setattr(Keeper, "save_if_due", takes(50, Keeper.save_if_due))
+    train_a_leg({"save_dir": str(tmp_path), "no_save": True, "max_update": 6, "valid_subset": "valid",
+                 "validate_interval_updates": 2})  # fmt: skip
+
+    [run] = read_runs([tmp_path])
+    assert run.train.seconds.tolist() == [0, 52, 204, 256, 408, 460], "the run's age"
+    assert run.train.training_seconds.tolist() == [2, 4, 6, 8, 10, 12]
+    updates, rates = tokens_per_second(run.train)
+    assert (updates.tolist(), rates.tolist()) == ([2, 3, 4, 5, 6], (run.train.weights[1:] / 2).tolist())
