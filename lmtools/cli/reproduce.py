@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import shlex
 import shutil
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,6 +121,24 @@ def _about_num_tokens(raw: str) -> int:
     return max(1, round(num_bytes * 270_847 / 1_290_590))
 
 
+def ask_plan(argv: tuple[str, ...]) -> dict[str, Any]:
+    """What `lmtools plan ...` says, in this process: in others of its own each would import torch again."""
+    from lmtools.cli import app
+
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            app([*argv, "--json"], prog_name="lmtools", standalone_mode=False)
+    except Exception as error:
+        # What typer says of wrong usage has this method; which package the class is in depends on typer's version.
+        said = str(error) if isinstance(error, LmtoolsError) else getattr(error, "format_message", lambda: None)()
+        if said is None:
+            raise
+        raise LmtoolsError(f"lmtools {shlex.join(argv)}: {said}") from error
+    document: dict[str, Any] = json.loads(printed.getvalue())
+    return document
+
+
 def _show_plan(recipe: Recipe, steps: list[Step], workdir: Path, *, as_json: bool) -> None:
     from rich.filesize import decimal
 
@@ -125,7 +146,7 @@ def _show_plan(recipe: Recipe, steps: list[Step], workdir: Path, *, as_json: boo
 
     stages: list[dict[str, Any]] = []
     for step in steps:
-        needs = needs_of(step)
+        needs = needs_of(step, ask_plan)
         there = bool(step.makes) and all((workdir / name).exists() for name in step.makes)
         stages.append({"name": step.name, "command": step.command, "outputs_there": there, **needs})
     missing = sum(stage["disk_bytes"] or 0 for stage in stages if not stage["outputs_there"])

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import subprocess
-import sys
+from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
-from lmtools.errors import LmtoolsError
 from lmtools.preprocess.sources import ARTIFACTS
 from lmtools.recipes.recipe import Step
 
@@ -29,12 +25,19 @@ class Needs(TypedDict):
     hours: float | None
 
 
-def needs_of(step: Step) -> Needs:
-    """A download's size by the table of artifacts, any other step's as its recipe and its plan say."""
-    plan = _plan(step.plan) if step.plan else {}
-    needs = Needs(
-        download_bytes=None, disk_bytes=step.num_bytes, memory_bytes=plan.get("memory"), hours=plan.get("hours")
-    )
+def needs_of(step: Step, ask: Callable[[tuple[str, ...]], Mapping[str, Any]]) -> Needs:
+    """A download's size by the table of artifacts, any other step's as its recipe and its plan say.
+
+    Args:
+        step: from `steps_of`.
+        ask: gives what `lmtools plan ... --json` prints, for the arguments after `lmtools`.
+    """
+    needs = Needs(download_bytes=None, disk_bytes=step.num_bytes, memory_bytes=None, hours=None)
+    if step.plan:
+        plan = ask(step.plan)
+        is_training = plan["task"] == "train"
+        needs["memory_bytes"] = plan["memory"]["total"] if is_training else plan["memory"]
+        needs["hours"] = _training_hours(plan["time"], step.num_updates) if is_training else plan["hours"]
     if step.argv[:1] != ("download",):
         return needs
     wanted = [artifact for artifact in ARTIFACTS if artifact.name in step.argv]
@@ -47,13 +50,6 @@ def needs_of(step: Step) -> Needs:
     return needs
 
 
-@functools.cache
-def _plan(argv: tuple[str, ...]) -> dict[str, Any]:
-    """What the command `lmtools plan ...` of a recipe says."""
-    command = [sys.executable, "-m", "lmtools", *argv, "--json"]
-    ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if ran.returncode:
-        said = ran.stderr.strip().splitlines() or ["it said nothing"]
-        raise LmtoolsError(f"lmtools {' '.join(argv)}: {said[-1].removeprefix('lmtools: ')}")
-    document: dict[str, Any] = json.loads(ran.stdout)
-    return document
+def _training_hours(time: Mapping[str, float] | None, num_updates: int | None) -> float | None:
+    """Of all updates, from the plan's seconds of one; None where one of the two is not known."""
+    return None if time is None or num_updates is None else sum(time.values()) * num_updates / 3600

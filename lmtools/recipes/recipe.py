@@ -35,6 +35,7 @@ class Stage(BaseModel):
     unless: str | None = None
     num_bytes: int | None = None
     plan: str | None = None
+    updates: int | str | None = None
 
 
 class Result(BaseModel):
@@ -74,7 +75,8 @@ class Step:
         reads: what they depend on; empty for a command that finds out by itself.
         stdout: the file for its standard output.
         num_bytes: what it leaves on the disk, where the recipe says.
-        plan: arguments of the command that says what it needs, after `lmtools`; empty if there is none.
+        plan: arguments of the `lmtools plan` that says what it needs, after `lmtools`; empty if there is none.
+        num_updates: how many updates a training makes, where the recipe says.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Step:
     stdout: str | None
     num_bytes: int | None
     plan: tuple[str, ...] = ()
+    num_updates: int | None = None
 
     @property
     def command(self) -> str:
@@ -127,13 +130,20 @@ def read_recipe(path: Path) -> Recipe:
         if split not in recipe.splits:
             raise ConfigError(f"{path}: values_of.{split}: splits are {', '.join(recipe.splits)}")
     for stage in recipe.stages:
-        for command in (stage.run, stage.plan):
-            if command is not None and shlex.split(command)[:1] != ["lmtools"]:
-                raise ConfigError(f"{path}: stage {stage.name}: expected `lmtools ...`, found {command!r}")
+        for command, start in ((stage.run, ["lmtools"]), (stage.plan, ["lmtools", "plan"])):
+            if command is not None and _words(command, path, stage)[: len(start)] != start:
+                raise ConfigError(f"{path}: stage {stage.name}: expected `{' '.join(start)} ...`, found {command!r}")
         for condition in (stage.when, stage.unless):
             if condition is not None and condition not in known_values(recipe):
                 raise ConfigError(f"{path}: stage {stage.name}: {condition!r} is not one of its values")
     return recipe
+
+
+def _words(command: str, path: Path, stage: Stage) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"{path}: stage {stage.name}: {str(error).lower()} in {command!r}") from error
 
 
 def known_values(recipe: Recipe) -> list[str]:
@@ -203,7 +213,15 @@ def _fill_stage(stage: Stage, values: Mapping[str, int | float | str], split: st
         stdout=fill(stage.stdout) if stage.stdout else None,
         num_bytes=stage.num_bytes,
         plan=tuple(fill(argument) for argument in shlex.split(stage.plan or "")[1:]),
+        num_updates=None if stage.updates is None else _whole(fill(str(stage.updates)), stage),
     )
+
+
+def _whole(text: str, stage: Stage) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"stage {stage.name}: updates is {text!r}, expected a whole number") from error
 
 
 def _fill(text: str, names: Mapping[str, int | float | str], *, where: str) -> str:

@@ -71,13 +71,13 @@ def test_transformer_xl_trained_first(lmtools, golden, tmp_path):
     text = recipe.read_text()
     for old, new in {
         "--tokens-per-sample 150 --batch-size 15": "--tokens-per-sample 16 --batch-size 2",
-        "--max-update 200000": "--max-update 60",
+        "max_update = 200_000": "max_update = 60",
         "--n-layer 16 --d-model 410 --n-head 10 --d-head 41 --d-inner 2100": "--n-layer 1 --d-model 16 --n-head 2 "
         "--d-head 8 --d-inner 32",
         "--mem-len 150": "--mem-len 16",
         "--lr 0.00025": "--lr 0.01",
     }.items():
-        assert text.count(old) == 1
+        assert old in text  # of the command, and of its plan
         text = text.replace(old, new)
     recipe.write_text(text)
     command = ["reproduce", recipe, "--workdir", work, "--raw", golden / "test.txt", "--set=dp=2", "--set=workers=1"]
@@ -214,7 +214,7 @@ def test_hours_of_a_text_of_ones_own_are_by_its_size(lmtools, tmp_path, monkeypa
         raw.write(b"x" * round(10_000 * 1_290_590 / 270_847))
     plans = []
     nothing = {"download_bytes": None, "disk_bytes": None, "memory_bytes": None, "hours": None}
-    monkeypatch.setattr("lmtools.recipes.needs.needs_of", lambda step: plans.append(step.plan) or nothing)
+    monkeypatch.setattr("lmtools.recipes.needs.needs_of", lambda step, ask: plans.append(step.plan) or nothing)
     ran = lmtools("reproduce", "megatron-11b", "--dry-run", "--raw", tmp_path / "my.raw.gz", *given)
     assert ran.code == 0, ran.err
     [plan] = filter(None, plans)

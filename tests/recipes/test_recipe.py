@@ -8,6 +8,7 @@ import pytest
 import typer
 
 from lmtools.cli import app
+from lmtools.cli.reproduce import ask_plan
 from lmtools.errors import ConfigError, DataError, LmtoolsError
 from lmtools.recipes.needs import needs_of
 from lmtools.recipes.outcome import compare, table
@@ -78,6 +79,12 @@ def test_stages_are_run_for_each_split_whose_name_they_use(written):
         ('description = "d"\n', "", "description: field required"),
         ("lmtools plot", "rm -r x", "stage own: expected `lmtools ...`, found 'rm -r x'"),
         ('when = "mp"', 'when = "dp"', "stage own: 'dp' is not one of its values"),
+        ('run = "lmtools plot"', 'run = "lmtools plot \'x"', 'stage own: no closing quotation in "lmtools plot \'x"'),
+        (
+            "unless =",
+            'plan = "lmtools eval"\nunless =',
+            "stage text: expected `lmtools plan ...`, found 'lmtools eval'",
+        ),
         ('splits = ["test", "valid"]', "splits = 3", "splits: input should be a valid list"),
     ],
 )
@@ -148,18 +155,44 @@ def test_published_beside_obtained(tmp_path):
 def test_needs_of_a_download_are_in_the_table_of_artifacts(written):
     text, detok, _ = steps_of(read_recipe(written(SMALL)), {})
     nothing = {"download_bytes": None, "disk_bytes": None, "memory_bytes": None, "hours": None}
-    assert needs_of(text) == nothing | {"download_bytes": 4_721_645, "disk_bytes": 13_378_183}
-    assert needs_of(detok) == nothing
+    assert needs_of(text, unasked) == nothing | {"download_bytes": 4_721_645, "disk_bytes": 13_378_183}
+    assert needs_of(detok, unasked) == nothing
 
 
-@pytest.mark.slow
-def test_needs_of_a_planned_stage_are_what_the_plan_says(written):
+def unasked(argv):
+    raise AssertionError(f"it has no plan, but was asked {argv}")
+
+
+def test_needs_of_a_planned_stage_are_what_the_plan_says():
     """Float32 parameters of Megatron-11b, an eighth on each rank, and what is computed with them."""
     steps = steps_of(read_recipe(find_recipe("megatron-11b")), {"flops": 1e13})
     [evaluation] = [step for step in steps if step.name == "eval test"]
-    needs = needs_of(evaluation)
+    needs = needs_of(evaluation, ask_plan)
     assert 4 * 1_380_197_376 < needs["memory_bytes"] < 4.5 * 1_380_197_376
-    again = needs_of(replace(evaluation, plan=(*evaluation.plan[:-1], "2e13")))
+    again = needs_of(replace(evaluation, plan=(*evaluation.plan[:-1], "2e13")), ask_plan)
     assert again["hours"] == pytest.approx(needs["hours"] / 2)
-    with pytest.raises(LmtoolsError, match=r"^lmtools plan --eval --arch none: .*none"):
-        needs_of(replace(evaluation, plan=("plan", "--eval", "--arch", "none")))
+
+
+def test_hours_of_a_training_are_those_of_all_its_updates():
+    """4 replicas of 15 streams of 150 tokens, 200,000 times; a third of the work of a token is that of reading it."""
+    recipe = read_recipe(find_recipe("transformer-xl"))
+    [train] = [step for step in steps_of(recipe, {"flops": 1e13}) if step.name == "train"]
+    needs = needs_of(train, ask_plan)
+    block = 2 * (4 * 410 * 410 + 2 * 410 * 2100 + 410 * 3 * (150 + 150 / 2))  # attention: content, position, values
+    blocks, shortlist = 16 * (block + 2 * 2 * 410 * 410), 2 * 410 * 20_003  # of 300 positions for 150 tokens
+    at_least = 3 * (blocks + shortlist) * 15 * 150 * 200_000 / (1e13 * 0.4) / 3600  # without the rarer words
+    assert at_least < needs["hours"] < 1.2 * at_least
+    assert needs["memory_bytes"] > 16 * 151_123_537, "float16, a float32 copy, and Adam's two"
+    [short] = [step for step in steps_of(recipe, {"flops": 1e13, "max_update": 50_000}) if step.name == "train"]
+    assert needs_of(short, ask_plan)["hours"] == pytest.approx(needs["hours"] / 4)
+    assert short.argv[short.argv.index("--max-update") + 1] == "50000"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [(("plan", "--eval", "--arch", "none"), r"plan --eval --arch none: .*none"), (("plan", "--x"), r"plan --x: .*--x")],
+)
+def test_a_plan_that_cannot_be_made_is_one_line(argv, said):
+    with pytest.raises(LmtoolsError, match=rf"^lmtools {said}") as caught:
+        ask_plan(argv)
+    assert "\n" not in str(caught.value)
