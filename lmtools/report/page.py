@@ -54,14 +54,15 @@ def run_row(run: RunCurves) -> dict[str, Any]:
         loss = float(valid.loss[run.best])
         best = {"subset": subset, "updates": int(valid.updates[run.best]), "loss": loss}
         best["perplexity"] = rounded(2**loss) if loss < 1024 else "∞"
-    tokens, seconds = float(run.train.tokens[-1]), float(run.train.seconds[-1])
+    tokens, training_seconds = float(run.train.tokens[-1]), float(run.train.training_seconds[-1])
     return {
         "name": run.name,
         "updates": int(run.train.updates[-1]),
         "tokens": int(tokens),
-        "seconds": seconds,
+        "seconds": float(run.train.seconds[-1]),
+        "training_seconds": training_seconds,
         "best": best,
-        "tokens_per_second": tokens / seconds if seconds > 0 else None,
+        "tokens_per_second": tokens / training_seconds if training_seconds > 0 else None,
     }
 
 

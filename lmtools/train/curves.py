@@ -123,7 +123,8 @@ def _read_run(file: Path, name: str) -> RunCurves:
             raise DataError(f"{file}:{number}: not a line of {METRICS_NAME} ({error!r})") from error
     curves = RunCurves(name, _series(train), {subset: _series(points) for subset, points in valid.items()})
     if not len(curves.train.loss):
-        raise DataError(f"{file}: no update was made yet")
+        reason = "of no update is the loss a finite number" if train else "no update was made yet"
+        raise DataError(f"{file}: {reason}")
     return curves
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from html.parser import HTMLParser
@@ -9,7 +10,8 @@ from html.parser import HTMLParser
 import pytest
 
 from lmtools.report.content import collect
-from lmtools.report.page import counted, duration, render
+from lmtools.report.page import counted, duration, render, run_row
+from lmtools.train.curves import read_runs
 from tests.support.results import write_data, write_metrics, write_result
 
 EVIL = "<script>alert(1)</script>"
@@ -197,3 +199,15 @@ def test_times_are_as_people_say_them():
 
 def test_what_a_manifest_may_hold():
     assert [counted(value) for value in (1234567, 0.5, True, "x", None)] == ["1,234,567", "0.5", "True", "x", "None"]
+
+
+def test_throughput_of_a_run_is_that_of_its_updates(tmp_path):
+    """A minute each, of a run that validated for an hour; of a single update too, which began with the run."""
+    line = {"kind": "update", "loss_base2": 2.0, "num_tokens": 6000, "skipped": None, "update_seconds": 60.0}
+    for num_updates in (1, 3):
+        lines = [line | {"num_updates": number + 1, "seconds": 3660.0 * number} for number in range(num_updates)]
+        (tmp_path / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        [run] = read_runs([tmp_path / "run.jsonl"])
+        row = run_row(run)
+        assert (row["tokens_per_second"], row["training_seconds"]) == (100.0, 60.0 * num_updates)
+        assert row["seconds"] == 3660.0 * (num_updates - 1)

@@ -111,6 +111,7 @@ def test_a_line_that_is_still_being_written_is_left_out(tmp_path):
     ("content", "message"),
     [
         ("", "metrics.jsonl: no update was made yet"),
+        (json.dumps(update(1, None)) + "\n", "metrics.jsonl: of no update is the loss a finite number"),
         ('{"kind": "update"}\n', r"metrics.jsonl:1: not a line of metrics.jsonl \(KeyError\('skipped'\)\)"),
         (json.dumps(update(1, 5.0)) + '\n{"loss": 1}\n', r"metrics.jsonl:2: not a line"),
         (json.dumps(update(1, 5.0) | {"loss_base2": "x"}) + "\n", r"metrics.jsonl:1: not a line"),
