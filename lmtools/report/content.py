@@ -12,6 +12,7 @@ from lmtools.report.charts import Chart, count_chart, position_chart, training_c
 from lmtools.report.provenance import Chain, chain_of, read_manifests
 from lmtools.report.sources import Evaluation, read_evaluations
 from lmtools.train.curves import RunCurves, read_runs
+from lmtools.train.metrics import METRICS_NAME
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def collect(
         DataError: a file is not what it should be, or does not belong to its result.
         ConfigError: a source is named twice, or a folder of manifests is not there.
     """
-    if len({path.resolve() for path in sources}) < len(sources):
+    if len({(path / METRICS_NAME if path.is_dir() else path).resolve() for path in sources}) < len(sources):
         raise ConfigError("a run or result is named twice; name each once")
     if lost := next((folder for folder in manifests if not folder.is_dir()), None):
         raise ConfigError(f"--manifests {lost}: no such folder")

@@ -59,7 +59,6 @@ def run_row(run: RunCurves) -> dict[str, Any]:
         "name": run.name,
         "updates": int(run.train.updates[-1]),
         "tokens": int(tokens),
-        "seconds": float(run.train.seconds[-1]),
         "training_seconds": training_seconds,
         "best": best,
         "tokens_per_second": tokens / training_seconds if training_seconds > 0 else None,

@@ -40,7 +40,7 @@ def _curve(curve: Curve, x_axis: Axis, y_axis: Axis) -> Markup:
     xs, ys = _x(x_axis.place(curve.x)), _y(y_axis.place(curve.y))
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs[known].tolist(), ys[known].tolist(), strict=True))
     style = Markup('class="k{}{}"').format(curve.colour % NUM_COLOURS, " dashed" if curve.dashed else "")
-    drawn = Markup('<polyline {} points="{}"/>').format(style, points)
+    drawn = Markup('<polyline {} points="{}"><title>{}</title></polyline>').format(style, points, curve.name)
     if len(xs) <= _MOST_MARKS:
         dot = Markup('<circle {} cx="{:.1f}" cy="{:.1f}" r="2.5"><title>{}: {}</title></circle>')
         drawn += _join(

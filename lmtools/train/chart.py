@@ -141,7 +141,9 @@ def to_ascii(text: str) -> str:
 
 
 def format_number(value: float) -> str:
-    """A tick's label: `0.5`, `2,500`, `10k`, `1.5M`."""
+    """A tick's label: `0.5`, `2,500`, `10k`, `1.5M`, `1e+20`."""
+    if abs(value) >= 1e15:
+        return f"{value:.4g}"
     for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             return f"{value / (1e3 if suffix == 'k' else limit):,.6g}{suffix}"

@@ -94,6 +94,7 @@ def test_what_is_no_run_and_no_result(lmtools, folder):
     assert "not JSON" in refused(lmtools, folder, folder / "bin" / "dict.txt")
     assert "--scores" in refused(lmtools, folder, folder / "run", "--scores", folder / "scores.npy")
     assert "named twice" in refused(lmtools, folder, folder / "run", folder / "bin" / ".." / "run", code=2)
+    assert "named twice" in refused(lmtools, folder, folder / "run", folder / "run" / "metrics.jsonl", code=2)
     assert "--manifests" in refused(lmtools, folder, folder / "run", "--manifests", folder / "nowhere", code=2)
     assert lmtools("report").code == 2
 

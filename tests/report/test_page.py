@@ -210,4 +210,3 @@ def test_throughput_of_a_run_is_that_of_its_updates(tmp_path):
         [run] = read_runs([tmp_path / "run.jsonl"])
         row = run_row(run)
         assert (row["tokens_per_second"], row["training_seconds"]) == (100.0, 60.0 * num_updates)
-        assert row["seconds"] == 3660.0 * (num_updates - 1)

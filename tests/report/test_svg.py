@@ -26,6 +26,7 @@ def test_points_lie_inside_the_frame_in_order():
     element = parsed(line_chart(curve, y_from_0=True))
     _, _, width, height = map(float, element.find("svg").get("viewBox").split())
     points = [tuple(map(float, pair.split(","))) for pair in element.find(".//polyline").get("points").split()]
+    assert element.find(".//polyline/title").text == "loss", "colours repeat after six, so pointing at a curve names it"
     assert [x for x, _ in points] == sorted(x for x, _ in points)
     assert [y for _, y in points] == sorted(y for _, y in points), "the lower the loss the lower the point"
     assert all(0 < x < width and 0 < y < height for x, y in points)

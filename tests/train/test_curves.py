@@ -150,6 +150,12 @@ def test_a_smoothed_loss_is_the_mean_per_token_of_the_updates_around_it(points, 
         assert smooth[index] == pytest.approx(expected, rel=1e-9, abs=1e-8)
 
 
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_a_loss_beyond_measure_leaves_those_after_it_as_they_are(window):
+    smooth = series([5.0, 1e25, 3.0, 2.0, 4.0, 6.0], [1.0] * 6).smoothed(window).loss
+    assert smooth[-1] == pytest.approx(6.0 if window == 1 else [6.0, 5.0][window - 2])
+
+
 def test_a_window_of_one_changes_nothing():
     assert series([3.0, 1.0, 2.0], [1, 2, 3]).smoothed(1).loss.tolist() == pytest.approx([3, 1, 2])
 
