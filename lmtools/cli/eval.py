@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmtools.cli.eval_checks import require_sensible_options
+from lmtools.cli.eval_checks import journal_target, require_inputs_stay, require_sensible_options
 from lmtools.cli.eval_output import bar_of_rank_0, document_of, show, write
 from lmtools.cli.memory_options import (
     ClampLenOption,
@@ -211,6 +211,7 @@ def evaluate(
         )
         for name in subsets
     ]
+    require_inputs_stay(output, scores, [*checkpoint.paths, *(file for split in splits for file in split.files)])
     if rows is not None:
         for split in splits:
             require_rows(split, rows, dictionary)
@@ -239,6 +240,7 @@ def evaluate(
         "add_bos_token": add_bos_token,
         "dtype": dtype.value,
     }
+    journal_beside = journal_target(output, scores)
     scored: list[ScoredSplit] = []
     with open_mesh(dp=dp, tp=mp, device=device.value if device else None) as mesh:
         if mesh.rank == 0 and mesh.device.type == "cpu" and dtype is DType.float16:
@@ -262,7 +264,7 @@ def evaluate(
                         bounds=bounds,
                         rows=rows,
                         add_bos_token=add_bos_token,
-                        journal_path=_journal_path(output or scores, split.name),
+                        journal_path=_journal_path(journal_beside, split.name),
                         identity={"lmtools": __version__} | settings | checkpoint.identity() | split.identity(),
                         resume=resume,
                         progress=advance,
@@ -287,7 +289,7 @@ def evaluate(
     document = document_of(splits, scored, settings, scores=scores, orig_tokens=orig_tokens, orig_bytes=orig_bytes)
     write(document, output)
     for split in splits:
-        journal = _journal_path(output or scores, split.name)
+        journal = _journal_path(journal_beside, split.name)
         if journal is not None:
             journal.unlink(missing_ok=True)
     show(document, as_json=as_json)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lmtools.cli.eval_checks import require_inputs_stay
 from lmtools.cli.eval_output import bar_of_rank_0, document_of, show, write
 from lmtools.cli.memory_options import with_memory_options
 from lmtools.cli.options import Device, DType
@@ -84,6 +85,7 @@ def evaluate_streams(
         )
         for name in subsets
     ]
+    require_inputs_stay(output, scores, [*checkpoint.paths, *(file for split in whole for file in split.files)])
     rows_of_types = None
     if vocabulary is not None:
         rows_of_types = vocabulary.rows_of(dictionary)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from lmtools import __version__
 from lmtools.data.dictionary import Dictionary
-from lmtools.data.indexed import bin_path, idx_path
 from lmtools.evaluate.perplexity import bits_per_byte, nats_to_bits, perplexity_of_bits, word_perplexity
 from lmtools.evaluate.run import ScoredSplit
 from lmtools.evaluate.splits import EvalSplit
@@ -113,8 +112,7 @@ def summary_of(result: Mapping[str, Any]) -> str:
 
 def data_hashes(split: EvalSplit) -> dict[str, str]:
     """The sha256 of each file that the split was read from."""
-    files = [bin_path(split.prefix), idx_path(split.prefix), split.prefix.with_name("dict.txt")]
-    return {path.name: sha256_file(path) for path in files}
+    return {path.name: sha256_file(path) for path in split.files}
 
 
 def checkpoint_hashes(paths: Sequence[Path], mesh: Mesh, *, progress: Callable[[int], None]) -> dict[str, str]:

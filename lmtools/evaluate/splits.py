@@ -14,7 +14,7 @@ import numpy.typing as npt
 from lmtools.artifacts import OriginalText, read_fresh_manifest
 from lmtools.data.blocks import BreakMode, Offsets, Tokens, eval_windows, require_whole_sentences
 from lmtools.data.dictionary import Dictionary
-from lmtools.data.indexed import IndexedDataset, bin_path
+from lmtools.data.indexed import IndexedDataset, bin_path, idx_path
 from lmtools.errors import ConfigError, DataError
 from lmtools.files import sha256_file
 
@@ -45,6 +45,11 @@ class EvalSplit:
     tokens_in_split: int
     tokens_skipped: int
     original: OriginalText | None
+
+    @property
+    def files(self) -> list[Path]:
+        """What the split was read from."""
+        return [bin_path(self.prefix), idx_path(self.prefix), self.prefix.with_name("dict.txt")]
 
     @property
     def tokens_to_score(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,6 +101,16 @@ def test_its_result_is_renorm_ppls_input(lmtools, mp4, tmp_path):
     result = json.loads((tmp_path / "result.json").read_text())
     ran = lmtools("renorm-ppl", "--result", tmp_path / "result.json", "--json")
     assert json.loads(ran.out)["renormalized_perplexity"] == pytest.approx(result["word_perplexity"], rel=1e-12)
+
+
+def test_a_pipe_gets_the_result_and_no_file_lies_beside_it(lmtools, mp4, published):
+    reader, writer = os.pipe()
+    ran = lmtools(*mp4, "--output", f"/dev/fd/{writer}")
+    os.close(writer)
+    with open(reader, encoding="utf-8") as stream:
+        result = json.load(stream)
+    assert (ran.code, ran.err) == (0, "")
+    assert result["loss_base2"] == pytest.approx(published["loss_base2"], rel=1e-5)
 
 
 def test_scores_are_the_log_probability_of_each_token_in_order(lmtools, mp4, golden, tmp_path):
@@ -263,6 +274,11 @@ OPTIONS = {
     "scores of two": (["--gen-subset", "test,valid", "--scores", "s.npy"], "--scores: holds one split"),
     "one count for two": (["--gen-subset", "test,valid", "--orig-tokens", 5], "are of one text"),
     "one file for two": (["--scores", "r.json", "--output", "r.json"], "is --output too; give two names"),
+    "a pipe that workers do not have": (
+        ["--output", "/dev/fd/250"],
+        "--output /dev/fd/250: is not open in this process",
+    ),
+    "nothing to resume beside": (["--output", os.devnull, "--resume"], "--resume: needs the --output or --scores"),
     "no folder": (["--output", "absent/r.json"], "--output absent/r.json: expected a file's name in a folder that exi"),
     "a folder": (["--scores", "."], "--scores .: expected a file's name in a folder that exists"),
     "standard output": (["--output", "-"], "--output -: expected a file's name; --json prints the result"),
@@ -275,6 +291,27 @@ def test_options_that_cannot_work(lmtools, golden, tmp_path, monkeypatch, case):
     options, message = OPTIONS[case]
     assert_refused(lmtools("eval", golden / "bin", "--path", golden / "mp4", *options), 2, message)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_file_under_two_names(lmtools, mp4, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "result.json")
+    ran = lmtools(*mp4, "--scores", tmp_path / "link", "--output", tmp_path / "result.json")
+    assert_refused(ran, 2, "is --output too; give two names")
+
+
+@pytest.mark.parametrize("name", ["data/test.bin", "data/dict.txt", "mp4/model-model_part-2.pt", "txl.pt"])
+@pytest.mark.parametrize("option", ["--output", "--scores"])
+def test_what_is_read_is_not_written_over(lmtools, golden, tmp_path, name, option):
+    shutil.copytree(golden / "bin", tmp_path / "data")
+    shutil.copytree(golden / "mp4", tmp_path / "mp4")
+    shutil.copy(golden / "txl" / "checkpoint_last.pt", tmp_path / "txl.pt")
+    (tmp_path / "link").symlink_to(tmp_path / name)
+    before = (tmp_path / name).read_bytes()
+    streams = ["--path", tmp_path / "txl.pt", "--task", "truncated_bptt_lm"]
+    model = streams if name == "txl.pt" else ["--path", tmp_path / "mp4"]
+    ran = lmtools("eval", tmp_path / "data", *model, option, tmp_path / "link")
+    assert_refused(ran, 2, f"{option} {tmp_path / 'link'}: is read by this evaluation; give another name")
+    assert (tmp_path / name).read_bytes() == before
 
 
 @pytest.mark.parametrize(
