@@ -14,9 +14,9 @@ import hashlib
 import io
 import lzma
 import os
+import secrets
 import shutil
 import sys
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +29,9 @@ STDIO = "-"
 """The name that means standard input or standard output."""
 
 COMPRESSED_SUFFIXES = frozenset({".gz", ".bz2", ".xz", ".zst"})
+
+NOTES_VARIABLE = "LMTOOLS_TEMPORARIES"
+"""A folder where a process that may be ended without a word notes its temporary files (`remove_noted_temporaries`)."""
 
 _COPY_BYTES = 1 << 20
 _COMPRESSED_BYTES = 1 << 10  # zstandard gives all that these hold at once, which may be some thousand times as much
@@ -233,19 +236,17 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         # The name is cut, since the temporary one may not be too long where the target's own is not.
-        descriptor, name = tempfile.mkstemp(prefix=f".{target.name[:40]}.", suffix=".tmp", dir=target.parent)
-        temporary = Path(name)
-        try:
-            with os.fdopen(descriptor, "wb") as stream:
-                yield stream
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.chmod(0o666 & ~_umask())  # mkstemp makes private files; an output is an ordinary one
-            temporary.replace(target)
-            fsync_directory(target.parent)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        with _temporary_name(target) as temporary:
+            try:
+                with open(temporary, "xb") as stream:
+                    yield stream
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                temporary.replace(target)
+                fsync_directory(target.parent)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
 
 
 def atomic_write_text(path: str | Path, text: str) -> None:
@@ -272,21 +273,52 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         raise LmtoolsError(f"{target}: exists already; choose another name or remove it")
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name[:40]}.", suffix=".tmp", dir=target.parent))
-        try:
-            yield temporary
-            for name in temporary.rglob("*"):
-                if name.is_file():
-                    fsync_file(name)
-                elif name.is_dir():
-                    fsync_directory(name)
-            fsync_directory(temporary)
-            temporary.chmod(0o777 & ~_umask())
-            temporary.replace(target)
-            fsync_directory(target.parent)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+        with _temporary_name(target) as temporary:
+            try:
+                temporary.mkdir()
+                yield temporary
+                for name in temporary.rglob("*"):
+                    if name.is_file():
+                        fsync_file(name)
+                    elif name.is_dir():
+                        fsync_directory(name)
+                fsync_directory(temporary)
+                temporary.replace(target)
+                fsync_directory(target.parent)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+
+
+@contextmanager
+def _temporary_name(target: Path) -> Iterator[Path]:
+    """A free name beside the target, noted for as long as something may lie there."""
+    random = secrets.token_hex(8)
+    # The name is cut, since the temporary one may not be too long where the target's own is not.
+    temporary = target.with_name(f".{target.name[:40]}.{random}.tmp")
+    if NOTES_VARIABLE not in os.environ:
+        yield temporary
+        return
+    note = Path(os.environ[NOTES_VARIABLE], random)
+    note.symlink_to(temporary.absolute())
+    yield temporary
+    note.unlink()  # after an exception too there is nothing any more: a note of nothing may stay
+
+
+def remove_noted_temporaries(folder: str | Path) -> None:
+    """Remove what processes with NOTES_VARIABLE set to this folder left half-written when they were ended.
+
+    Args:
+        folder: of notes, each a link to a temporary file or folder. No process that writes there may be left.
+    """
+    for note in Path(folder).iterdir():
+        if note.is_symlink():
+            temporary = note.readlink()
+            if temporary.is_dir():
+                shutil.rmtree(temporary, ignore_errors=True)
+            else:
+                temporary.unlink(missing_ok=True)
+            note.unlink()
 
 
 @contextmanager
@@ -361,9 +393,3 @@ def require_free_space(folder: str | Path, num_bytes: int, purpose: str) -> None
             f"{purpose}: needs {num_bytes:,} bytes in {folder}, which has {free:,} free; "
             "free some space or choose another folder"
         )
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -24,12 +24,14 @@ from hypothesis import strategies as st
 
 from lmtools.errors import DataError, LmtoolsError
 from lmtools.files import (
+    NOTES_VARIABLE,
     atomic_directory,
     atomic_write,
     atomic_write_text,
     disk_errors,
     is_device_or_pipe,
     open_binary,
+    remove_noted_temporaries,
     require_free_space,
     sha256_file,
 )
@@ -339,6 +341,24 @@ def test_no_space_and_no_quota_are_one_error(code: int) -> None:
 def test_other_errors_pass_as_they_are(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), disk_errors(tmp_path / "file"):
         (tmp_path / "other").read_bytes()
+
+
+def test_what_a_killed_process_was_writing_is_removed_by_its_notes(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "done").mkdir()
+    program = (
+        f"os.environ['{NOTES_VARIABLE}'] = 'notes'\n"
+        "with atomic_directory('done/whole') as folder: (folder / 'file').touch()\n"
+        "with atomic_directory('folder') as folder, atomic_write(folder / 'file'), atomic_write('file'):\n"
+        "    os.kill(os.getpid(), 9)"
+    )
+    assert run(program, cwd=tmp_path).returncode == -9
+    assert len(names(tmp_path)) == 4
+    assert len(names(tmp_path / "notes")) == 3
+    remove_noted_temporaries(tmp_path / "notes")
+    assert names(tmp_path) == ["done", "notes"]
+    assert names(tmp_path / "done" / "whole") == ["file"]
+    assert names(tmp_path / "notes") == []
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------

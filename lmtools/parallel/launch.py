@@ -14,6 +14,7 @@ What the launcher promises, on top of torch elastic's:
 - No process outlives the run. A failure, Ctrl-C or SIGTERM ends all workers at once, since they keep SIGTERM's default
   action, which needs no answer from a process that hangs in a collective. If the launcher itself is killed, its workers
   notice that their parent is gone.
+- No half-written file outlives it. Workers note their temporary files, and the launcher removes what is left of them.
 
 This module imports torch only inside functions: every command's start-up passes through it.
 """
@@ -36,7 +37,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from lmtools.errors import ConfigError
-from lmtools.files import atomic_write_text
+from lmtools.files import NOTES_VARIABLE, atomic_write_text, remove_noted_temporaries
 from lmtools.parallel.failures import Failure, report, worker_error
 
 if TYPE_CHECKING:
@@ -124,13 +125,15 @@ def run_workers(
             shutdown_timeout=grace_seconds,
         )
         try:
-            with _environment_of_workers(num_workers), _signal_handlers(stop):
+            with _environment_of_workers(num_workers, notes=error_folder), _signal_handlers(stop):
                 elastic_launch(config, command[0])(*escaped)
         except SignalException:
             raise SystemExit(128 + received[0]) from None
         except ChildFailedError as error:
             failures = [Failure(rank, end.exitcode, end.error_file_data) for rank, end in error.failures.items()]
             raise worker_error(failures) from None
+        finally:
+            remove_noted_temporaries(error_folder)
 
 
 @contextmanager
@@ -228,15 +231,16 @@ def _silence_elastic() -> None:
 
 
 @contextmanager
-def _environment_of_workers(num_workers: int) -> Iterator[None]:
+def _environment_of_workers(num_workers: int, *, notes: str) -> Iterator[None]:
     """Set what workers inherit, and what the user has not set already, for as long as they run."""
     defaults = {
         "OMP_NUM_THREADS": str(max(1, _num_cores() // num_workers)),
         # All on one machine: no need to be found, or reached, from outside.
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     }
-    before = {name: os.environ.get(name) for name in (*defaults, _LAUNCHER_PID)}
-    os.environ.update({**defaults, **os.environ, _LAUNCHER_PID: str(os.getpid())})
+    ours = {_LAUNCHER_PID: str(os.getpid()), NOTES_VARIABLE: notes}
+    before = {name: os.environ.get(name) for name in (*defaults, *ours)}
+    os.environ.update({**defaults, **os.environ, **ours})
     try:
         yield
     finally:

@@ -261,6 +261,20 @@ def test_two_runs_at_once_do_not_meet_and_sigterm_ends_one_of_them(start: Start,
         assert len(processes_with(marker)) == others
 
 
+@pytest.mark.parametrize("killed", ["launcher", "rank"])
+def test_what_workers_were_writing_goes_with_them(start: Start, tmp_path: Path, killed: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    command = start("2", *(f"{rank}=write:{folder / str(rank)}" for rank in range(2)))
+    wait_until(lambda: len(list(folder.iterdir())) == 2)
+    if killed == "launcher":
+        os.kill(command.pid, signal.SIGTERM)
+    else:
+        os.kill(workers_of(command)[1], signal.SIGKILL)
+    assert command.result()[0] == (143 if killed == "launcher" else 1)
+    assert list(folder.iterdir()) == []
+
+
 def test_workers_follow_a_launcher_that_is_killed(
     start: Start, tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ import typer
 
 from lmtools.cli import app, main
 from lmtools.errors import ConfigError, DataError
+from lmtools.files import atomic_write
 from lmtools.parallel.launch import is_worker, process_group, run_workers
 
 
@@ -61,6 +62,11 @@ def fates(num_workers: int, fates_of_ranks: list[str], save_on_stop: bool = Fals
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
             Path(argument).touch()
             time.sleep(300)
+        case "write":
+            with atomic_write(argument) as stream:
+                stream.write(b"half")
+                stream.flush()
+                time.sleep(300)
         case "collective":
             _sum_ones_until_a_peer_is_gone(Path(argument))
         case _:
