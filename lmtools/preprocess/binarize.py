@@ -27,7 +27,7 @@ from lmtools.errors import ConfigError
 from lmtools.files import disk_errors, fsync_directory, fsync_file, is_device_or_pipe
 from lmtools.preprocess import encode
 from lmtools.preprocess.encode import SplitCounts
-from lmtools.preprocess.lines import ByteRange, cut_at_newlines, plain_file, scratch_folder
+from lmtools.preprocess.lines import ByteRange, Unchanged, cut_at_newlines, plain_file, scratch_folder
 from lmtools.preprocess.workers import run_ordered, worker_pool
 
 TOOL = "lmtools binarize"
@@ -134,7 +134,8 @@ def binarize(
 
     Raises:
         ConfigError: the folder is a file, or holds other splits of another dictionary.
-        DataError: an input is missing, broken or not UTF-8; a dictionary is refused; no words to build one from.
+        DataError: an input is missing, broken, not UTF-8 or changed meanwhile; a dictionary is refused, or has no
+            words to be built from.
         LmtoolsError: the disk is full or may not be written. The folder is as it was.
     """
     _require_usable_folder(job)
@@ -142,6 +143,7 @@ def binarize(
         job.destdir.mkdir(parents=True, exist_ok=True)
         scratch = stack.enter_context(scratch_folder(job.destdir / "binarize"))
         plain = {text: stack.enter_context(plain_file(text, scratch)) for text in dict.fromkeys(job.texts())}
+        unchanged = Unchanged(plain.items())
         made_from = {text: read_manifest(text) for text in plain}
         pool = executor or stack.enter_context(worker_pool(workers, preload=[encode.__name__]))
         own = pool if executor is None else stack.enter_context(worker_pool(1))
@@ -151,6 +153,7 @@ def binarize(
         _require_one_dictionary(job, scratch)
         counts = _encode_splits(shop, num_types)
         _write_manifests(shop, num_types, counts, made_from)
+        unchanged.require()
         with _lock(job.destdir):
             _require_one_dictionary(job, scratch)
             _publish(job, scratch)

@@ -217,6 +217,36 @@ def plain_file(path: str | Path, scratch: Path) -> Iterator[Path]:
         copy.unlink(missing_ok=True)
 
 
+class Unchanged:
+    """Checks that texts are at the end what they were at the start: nothing was lost of one still being written.
+
+    Args:
+        texts: plain files, by the names for messages.
+    """
+
+    def __init__(self, texts: Iterable[tuple[str, Path]]) -> None:
+        self._before = [(source, path, _state(path)) for source, path in texts]
+
+    def require(self) -> None:
+        """Call this when all is read.
+
+        Raises:
+            DataError: names one that has changed.
+        """
+        for source, path, before in self._before:
+            if _state(path) != before:
+                raise DataError(f"{source}: was changed while it was read; run again when it is written to the end")
+
+
+def _state(path: Path) -> tuple[int, ...] | None:
+    """What changes with a file's content; None where there is no file."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def join_parts(parts: Iterable[Path], output: BinaryIO) -> None:
     """Append part files to a stream in order, copied by the kernel where it can; each part is deleted once copied."""
     output.flush()

@@ -19,6 +19,7 @@ from lmtools.errors import ConfigError, DataError
 from lmtools.files import STDIO, atomic_write, is_device_or_pipe, sha256_file
 from lmtools.preprocess.lines import (
     ByteRange,
+    Unchanged,
     cut_at_newlines,
     cut_every_lines,
     join_parts,
@@ -91,7 +92,8 @@ def transform(
 
     Raises:
         ConfigError: two outputs have one name, or there are not as many as inputs.
-        DataError: an input is missing or broken, or they differ in their number of lines; what the task raises.
+        DataError: an input is missing, broken or changed meanwhile, or they differ in their number of lines; what the
+            task raises.
         LmtoolsError: the disk is full or may not be written.
     """
     require_pairs(inputs, outputs)
@@ -101,6 +103,7 @@ def transform(
         with ExitStack() as writing:
             streams = [writing.enter_context(atomic_write(output)) for output in outputs]
             plain = [stack.enter_context(plain_file(source, scratch)) for source in inputs]
+            unchanged = Unchanged(zip(inputs, plain, strict=True))
             ranges: list[tuple[ByteRange, ...]] = []
             if len(inputs) == 1:
                 piece_bytes = max(piece_bytes, plain[0].stat().st_size // _MOST_PIECES)
@@ -120,7 +123,8 @@ def transform(
                     join_parts([part], stream)
                 progress(sum(text.num_bytes for text in piece.inputs))
                 results.append(result)
-            input_records = [record.result() for record in hashing]  # before an output may take an input's place
+            input_records = [record.result() for record in hashing]
+            unchanged.require()  # before an output may take an input's place
         files = [output for output in outputs if not is_device_or_pipe(output)]
         output_records = list(run_ordered(FileRecord.of, files, workers=workers, executor=pool))
     originals = [

@@ -301,6 +301,13 @@ def test_splits_are_named_as_fairseq_names_them() -> None:
     assert name_splits(None, None, "a") == {"test": "a"}
 
 
+def test_a_text_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    job = build(tmp_path, train="a b\n")
+    with pytest.raises(DataError, match=r"train\.txt: was changed while it was read"):
+        binarize(job, progress=lambda _: Path(job.splits["train"]).write_text("a b\nc\n") and None)
+    assert not list(job.destdir.iterdir())
+
+
 def test_progress_counts_every_byte_that_is_read(tmp_path: Path) -> None:
     job = build(tmp_path, train="a b\n" * 10, test="a\n")
     read: list[int] = []
