@@ -103,7 +103,8 @@ def _train(run: Run, ignored: list[str]) -> None:
         try:
             state, origin = start_state(run, data, mesh)
             num_parameters = sum(parameter.numel() for parameter in state.parameters.values())
-            report.begin(state.progress, origin, num_parameters, parameter_dtype(config))
+            dtype = parameter_dtype(config)
+            report.begin(state.progress, origin, num_parameters, dtype, is_continued=state.is_continued)
             if mesh.rank == 0:
                 atomic_write_text(Path(config.save_dir) / "config.toml", to_toml(run))
             keep_freed_memory(mesh.device)

@@ -52,12 +52,23 @@ class Reporter:
         self._interval = _Interval()
         self._is_warned = False
 
-    def begin(self, progress: Progress, origin: str, num_parameters: int, dtype: torch.dtype) -> None:
-        """Say where the run starts from, and cut off what an earlier one has recorded from there on."""
+    def begin(
+        self, progress: Progress, origin: str, num_parameters: int, dtype: torch.dtype, *, is_continued: bool = True
+    ) -> None:
+        """Say where the run starts from, and cut off what an earlier one has recorded from there on.
+
+        Args:
+            progress: how far the run is.
+            origin: where it starts from, in words.
+            num_parameters: of the model.
+            dtype: of its parameters.
+            is_continued: what the folder has of earlier updates is this run's; otherwise all of it is cut off.
+        """
         if self._metrics is None:
             return
         config = self._config
-        self._metrics.cut(progress.num_updates, progress.num_skipped, owes_validation=progress.owes_validation)
+        made, skipped = (progress.num_updates, progress.num_skipped) if is_continued else (0, 0)
+        self._metrics.cut(made, skipped, owes_validation=progress.owes_validation)
         self._peak = PeakFlops(self._device, dtype, self._world_size)
         if config.tensorboard_logdir is not None:
             self._tensorboard = _open_tensorboard(config.tensorboard_logdir, progress.num_updates)

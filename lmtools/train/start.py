@@ -34,7 +34,12 @@ from lmtools.train.data import RunData
 from lmtools.train.memory import load_memories
 from lmtools.train.optimizer import local_shard
 from lmtools.train.precision import LossScaler, parameter_dtype
-from lmtools.train.start_checks import require_same_model, require_same_optimizer, require_same_streams
+from lmtools.train.start_checks import (
+    of_other_batches,
+    require_same_model,
+    require_same_optimizer,
+    require_same_streams,
+)
 from lmtools.train.state import Progress, TrainState
 
 
@@ -58,6 +63,7 @@ class Origin:
         path: the checkpoint.
         vocab_size: rows of the model's embedding.
         saved: what lmtools' checkpoint says of itself.
+        note: what else is to be said of it, in words that follow its name.
         fairseq: fairseq's checkpoint, or another program's Transformer-XL.
         fairseq_training: what it holds beside the weights.
     """
@@ -66,6 +72,7 @@ class Origin:
     path: Path | None
     vocab_size: int
     saved: SavedRun | None = None
+    note: str = ""
     fairseq: FairseqCheckpoint | TransformerXLCheckpoint | None = None
     fairseq_training: FairseqTraining | None = None
 
@@ -116,7 +123,8 @@ def start_state(run: Run, data: RunData, mesh: Mesh) -> tuple[TrainState, str]:
         state = _state_from_lmtools(run, mesh, origin, origin.path, origin.saved)
     else:
         state = _state_from_fairseq(run, data, mesh, origin)
-    return state, f"{origin.kind} from {origin.path}" if origin.kind != "weights" else f"weights of {origin.path}"
+    words = f"{origin.kind} from {origin.path}" if origin.kind != "weights" else f"weights of {origin.path}"
+    return state, words + origin.note
 
 
 def _require_agreement(origin: Origin, mesh: Mesh) -> None:
@@ -155,9 +163,12 @@ def _from_lmtools(kind: Literal["resumed", "restored", "weights"], path: Path, r
     if saved.dictionary_sha256 != data.dictionary.sha256:
         raise CheckpointError(f"{path}: was trained with another dictionary than {run.train.data}/dict.txt")
     require_same_model(path, saved.model, run.model)
-    if kind != "weights" and not run.train.reset_dataloader and saved.progress.position.num_batches > 0:
+    note = ""
+    keeps_place = kind == "resumed" or (kind == "restored" and not run.train.reset_dataloader)
+    if keeps_place and saved.progress.position.num_batches > 0:
         require_same_streams(path, record["train"], run.train)
-    return Origin(kind, path, vocab_size, saved=saved)
+        note = of_other_batches(record["train"], run.train)
+    return Origin(kind, path, vocab_size, saved=saved, note=note)
 
 
 def _state_from_lmtools(run: Run, mesh: Mesh, origin: Origin, path: Path, saved: SavedRun) -> TrainState:
@@ -173,8 +184,10 @@ def _state_from_lmtools(run: Run, mesh: Mesh, origin: Origin, path: Path, saved:
     if origin.kind == "resumed":
         state.progress = saved.progress
         state.resumed_from = path
+        state.is_continued = True
     elif origin.kind == "restored":
         state.progress = _restored(saved.progress, config)
+        state.is_continued = path.parent == Path(config.save_dir).resolve()
     if state.progress.position.num_batches > 0:
         state.memories = load_memories(path, mesh, dtype=parameter_dtype(config))
     return state

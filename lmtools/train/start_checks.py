@@ -14,6 +14,11 @@ from lmtools.train.config import TrainConfig
 
 _OF_STREAMS = ("tokens_per_sample", "fairseq_compat")
 
+_OF_BATCHES = (
+    *("train_subset", "tokens_per_sample", "sample_break_mode", "seed"),
+    *("batch_size", "max_tokens", "required_batch_size_multiple"),
+)
+
 _FREE = frozenset(
     ("dropatt", "init", "init_std", "init_range", "proj_init_std", "mem_len", "clamp_len", "same_length", "ext_len")
 )
@@ -56,6 +61,23 @@ def require_same_streams(path: Path, saved: Mapping[str, Any], config: TrainConf
                 f"{path}: is within an epoch of {option} {found[name]}, this run has {value}; go on with the same, or "
                 "start from it with --restore-file, --reset-dataloader and --resume never"
             )
+
+
+def of_other_batches(saved: Mapping[str, Any], config: TrainConfig) -> str:
+    """What is to be said where a run goes on within an epoch whose batches are not those that were counted.
+
+    Args:
+        saved: the fields of the run that counted them.
+        config: the run that goes on.
+
+    Returns:
+        Words to follow the checkpoint's name, or none.
+    """
+    changed = [name for name in _OF_BATCHES if name in saved and saved[name] != getattr(config, name)]
+    if not changed or config.task == "truncated_bptt_lm":
+        return ""
+    options = ", ".join(f"--{name.replace('_', '-')} {saved[name]}" for name in changed)
+    return f", which is within an epoch of {options}: some of its blocks are read twice or left out"
 
 
 def require_same_optimizer(path: Path, wanted: Mapping[str, Tensor]) -> None:

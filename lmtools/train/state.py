@@ -52,6 +52,7 @@ class TrainState:
         scaler: loss scale.
         progress: how far the run is.
         resumed_from: the run's own checkpoint that this state is equal to, until it is trained on.
+        is_continued: the run's folder has the lines of the updates that were made before.
         memories: what a Transformer-XL remembers of the stream's last step, on this replica's rows.
         parameters: what is trained, by name, tied parameters once. Taken when the state is made, since FSDP puts
             others into the model's modules whenever it has them gathered.
@@ -62,6 +63,7 @@ class TrainState:
     scaler: LossScaler
     progress: Progress
     resumed_from: Path | None = None
+    is_continued: bool = False
     memories: Memories = None
     parameters: dict[str, nn.Parameter] = field(init=False)
 

@@ -139,7 +139,7 @@ def train_a_leg(flags: dict[str, Any], stop: StopSignal | None = None) -> Leg:
     report = Reporter(run, mesh, len(data.dictionary))
     try:
         state, origin = start_state(run, data, mesh)
-        report.begin(state.progress, origin, 0, parameter_dtype(run.train))
+        report.begin(state.progress, origin, 0, parameter_dtype(run.train), is_continued=state.is_continued)
         received = train(run, data, state, mesh, report, stop or StopSignal())
     finally:
         report.close()

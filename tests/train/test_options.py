@@ -186,6 +186,33 @@ def test_what_a_restored_run_goes_on_with(tmp_path, trained, flags, num_updates,
     assert float(leg.tensors["optimizer.layer_norm.weight.step"]) == num_updates
 
 
+def test_a_restored_run_does_not_go_on_with_another_runs_metrics(tmp_path, trained):
+    flags = SECOND_RUN | {"restore_file": str(trained), "max_update": 7, "save_dir": str(tmp_path)}
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"kind": "update", "num_updates": 6, "num_skipped": 0, "loss_base2": 99}\n'
+    )
+    train_a_leg(flags)
+    assert [line["num_updates"] for line in metrics(tmp_path) if line["kind"] == "update"] == [7]
+    again = flags | {"restore_file": str(tmp_path / "checkpoint_2_7"), "resume": "never", "max_update": 8}
+    train_a_leg(again)
+    assert [line["num_updates"] for line in metrics(tmp_path) if line["kind"] == "update"] == [7, 8], "its own"
+
+
+def test_a_run_that_goes_on_within_an_epoch_says_when_its_batches_are_others(tmp_path, trained):
+    flags = SECOND_RUN | {"restore_file": str(trained), "max_update": 6}
+    found = {}
+    for name, value in {"batch_size": 64, "seed": 2, "update_freq": 2, "reset_dataloader": True}.items():
+        found[name] = train_a_leg(flags | {"save_dir": str(tmp_path / name), name: value}).origin
+    plain = f"restored from {trained}"
+    within = f"{plain}, which is within an epoch of"
+    assert found == {
+        "batch_size": f"{within} --batch-size 128: some of its blocks are read twice or left out",
+        "seed": f"{within} --seed 1: some of its blocks are read twice or left out",
+        "update_freq": plain,
+        "reset_dataloader": plain,
+    }
+
+
 def test_a_finetuned_run_is_a_new_one_but_for_its_weights(tmp_path, trained):
     run = SECOND_RUN | {"max_update": 1, "save_dir": str(tmp_path / "tuned")}
     tuned = train_a_leg(run | {"finetune_from": str(trained)})
