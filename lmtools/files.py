@@ -337,6 +337,8 @@ def disk_errors(target: str | Path) -> Iterator[None]:
             raise LmtoolsError(f"{target}: larger than this file system or process may write") from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise LmtoolsError(f"{target}: may not be written ({os.strerror(error.errno).lower()})") from error
+        if error.errno in (errno.EEXIST, errno.ENOTDIR) and (file := _file_for_a_folder(Path(target))) is not None:
+            raise LmtoolsError(f"{file}: is a file, expected a folder") from error
         if error.errno in (errno.ENOENT, errno.ENOTDIR) and not Path(target).parent.is_dir():
             raise LmtoolsError(f"{target}: the folder {Path(target).parent} does not exist") from error
         if error.errno == errno.EISDIR:
@@ -344,6 +346,11 @@ def disk_errors(target: str | Path) -> Iterator[None]:
         if error.errno == errno.ENAMETOOLONG:
             raise LmtoolsError(f"{target}: the name is too long for the file system") from error
         raise
+
+
+def _file_for_a_folder(path: Path) -> Path | None:
+    """What of a path is there and no folder, though it was to be one."""
+    return next((part for part in (*reversed(path.parents), path) if part.exists() and not part.is_dir()), None)
 
 
 def fsync_file(path: str | Path) -> None:

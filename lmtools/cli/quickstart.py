@@ -20,6 +20,7 @@ import typer
 
 from lmtools.cli.options import WorkersOption
 from lmtools.errors import CheckpointError
+from lmtools.files import disk_errors
 
 # The dictionary is made from all of the text, as GPT-2's has ids for any text: no token is <unk>.
 _COMMANDS = """\
@@ -74,7 +75,8 @@ def quickstart(
     and evaluate it, and one rank, given the same weights in one part, must find the same loss.
     """
     started = time.monotonic()
-    folder.mkdir(parents=True, exist_ok=True)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     write_text(folder)
     if (folder / "one-part").is_dir():  # of an earlier quickstart, which `reshard` would not write over
         shutil.rmtree(folder / "one-part")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmtools.cli.options import JsonOption, print_json, say
-from lmtools.errors import LmtoolsError
+from lmtools.errors import ConfigError, LmtoolsError
 from lmtools.files import atomic_write_text, disk_errors, open_binary
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def reproduce(
     from lmtools.recipes.outcome import as_json as rows_as_json
     from lmtools.recipes.outcome import compare, table
     from lmtools.recipes.recipe import find_recipe, known_values, read_recipe, results_of, steps_of
-    from lmtools.recipes.run import run_steps
+    from lmtools.recipes.run import files_of, run_steps
 
     file = find_recipe(recipe)
     content = read_recipe(file)
@@ -73,12 +73,16 @@ def reproduce(
     given: dict[str, Value] = dict(_assignment(text) for text in values or [])
     for name, path in (("checkpoint", checkpoint), ("srcdict", srcdict), ("raw", raw)):
         if path is not None:
+            if not path.exists() and not files_of(path):
+                raise ConfigError(f"--{name} {path}: no such file or folder")
             given[name] = os.path.abspath(path)  # stages run in another folder
     if mp is not None:
         given["mp"] = mp
     if dry_run and raw is not None and _NUM_TOKENS in known_values(content):
         given.setdefault(_NUM_TOKENS, _about_num_tokens(os.path.abspath(raw)))
     steps = steps_of(content, given, splits=content.splits[:1] if raw else None)
+    if not steps:
+        raise ConfigError(f"{file}: there is no stage to run")
     workdir = workdir or Path(file.stem)
     if dry_run:
         _show_plan(content, steps, workdir, as_json=as_json)

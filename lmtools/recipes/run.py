@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import os
 import signal
 import subprocess
@@ -104,7 +105,7 @@ def files_of(path: Path) -> list[Path]:
         return [path]
     if path.is_dir():
         return sorted(inner for inner in path.rglob("*") if inner.is_file())
-    return sorted(inner for inner in path.parent.glob(f"{path.stem}*") if inner.is_file())
+    return sorted(inner for inner in path.parent.glob(f"{glob.escape(path.stem)}*") if inner.is_file())
 
 
 def _run_command(step: Step, workdir: Path) -> int:

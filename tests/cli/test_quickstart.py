@@ -51,6 +51,12 @@ def test_text_is_written_as_wikitext_writes_it():
     ]
 
 
+def test_a_file_in_the_folders_place_is_one_line(monkeypatch, capfd, tmp_path):
+    (tmp_path / "file").touch()
+    assert run(monkeypatch, str(tmp_path / "file")) == 1
+    assert capfd.readouterr().err == f"lmtools: {tmp_path}/file: is a file, expected a folder\n"
+
+
 @pytest.mark.slow
 def test_goes_the_whole_way(monkeypatch, capfd, tmp_path):
     folder = tmp_path / "quickstart"

@@ -230,6 +230,28 @@ def test_copied_recipe_is_one_to_run(lmtools, tmp_path):
     assert (again.code, "exists already" in again.err) == (1, True)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--checkpoint", "{}/none.pt"], 2, "--checkpoint {}/none.pt: no such file or folder"),
+        (["--raw", "{}/none.raw", "--dry-run"], 2, "--raw {}/none.raw: no such file or folder"),
+        (["--workdir", "{}/a.raw"], 1, "{}/a.raw: is a file, expected a folder"),
+        (["--workdir", "{}/a.raw/new/er"], 1, "{}/a.raw: is a file, expected a folder"),
+    ],
+)
+def test_paths_that_cannot_be_are_said_before_anything_runs(lmtools, own, tmp_path, arguments, code, said):
+    ran = lmtools(*own, *(argument.format(tmp_path) for argument in arguments))
+    assert (ran.code, ran.err) == (code, f"lmtools: {said.format(tmp_path)}\n")
+
+
+def test_a_recipe_without_stages_is_one_line(lmtools, tmp_path):
+    recipe = 'description = "d"\nsplits = []\nstages = []\nresults = []\n[values]\n'
+    (tmp_path / "my.toml").write_text(recipe)
+    ran = lmtools("reproduce", tmp_path / "my.toml", "--workdir", tmp_path / "new")
+    assert (ran.code, ran.err) == (2, f"lmtools: {tmp_path}/my.toml: there is no stage to run\n")
+    assert not (tmp_path / "new").exists()
+
+
 def test_value_without_a_name_is_wrong_usage(lmtools):
     assert lmtools("reproduce", "megatron-11b", "--set", "context_window").code == 2
 
@@ -241,3 +263,5 @@ def test_files_of_a_checkpoint(tmp_path):
     assert [path.name for path in files_of(tmp_path / "dict.txt")] == ["dict.txt"]
     assert [path.name for path in files_of(tmp_path / "model.pt")] == ["model-model_part-0.pt", "model-model_part-1.pt"]
     assert files_of(tmp_path / "nothing.pt") == []
+    (tmp_path / "model [2]-model_part-0.pt").touch()
+    assert [path.name for path in files_of(tmp_path / "model [2].pt")] == ["model [2]-model_part-0.pt"]
