@@ -48,6 +48,7 @@ class TransformerXLCheckpoint:
         state: the file's state dict.
         sources: where in it each parameter is.
         vocabulary_path: the file beside it that says which word is which row; None if rows are a dict.txt's indices.
+        says_lengths: whether the file says how long the memory was; the original's does not.
     """
 
     paths: tuple[Path, ...]
@@ -56,6 +57,7 @@ class TransformerXLCheckpoint:
     state: Mapping[str, LazyTensor]
     sources: Mapping[str, Source]
     vocabulary_path: Path | None = None
+    says_lengths: bool = True
 
     format: ClassVar[str] = "transformer_xl"
 
@@ -200,7 +202,8 @@ def _open_original(content: Mapping[str, Any], path: Path) -> TransformerXLCheck
             f"{path}: has {num_tails} clusters of rare types and one table, which does not say where they begin; "
             f"expected the original's cutoffs for {config.vocab_size} types, {len(config.cluster_bounds) - 1} of them"
         )
-    return replace(_checked(path, config, None, state), vocabulary_path=find_vocabulary_file(path.parent))
+    found = _checked(path, config, None, state)
+    return replace(found, vocabulary_path=find_vocabulary_file(path.parent), says_lengths=False)
 
 
 def _tensors(content: Mapping[Any, Any], path: Path) -> dict[str, LazyTensor]:

@@ -53,6 +53,7 @@ def evaluate_streams(
         require_dictionary_fits,
         require_divisible,
     )
+    from lmtools.checkpoints.transformer_xl import TransformerXLCheckpoint
     from lmtools.data.dictionary import Dictionary
     from lmtools.data.streams import cut_streams
     from lmtools.evaluate.result import checkpoint_hashes
@@ -65,6 +66,8 @@ def evaluate_streams(
 
     # Everything that can be refused is refused here, before a worker starts or a weight is read.
     checkpoint = with_memory_options(_require_transformer_xl(open_checkpoint(path)), overrides)
+    if "mem_len" not in overrides and isinstance(checkpoint, TransformerXLCheckpoint) and not checkpoint.says_lengths:
+        raise ConfigError(f"{checkpoint.paths[0]}: does not say how long its memory was; give --mem-len, 0 for none")
     require_divisible(checkpoint, mp)
     tokens_per_sample = tokens_per_sample or checkpoint.tokens_per_sample
     if tokens_per_sample is None:

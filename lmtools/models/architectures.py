@@ -140,6 +140,8 @@ class TransformerXLConfig:
             )
         if self.d_model % 2:
             raise ConfigError(f"--d-model {self.d_model}: expected an even number, half of it sines and half cosines")
+        if self.d_embed < 1 and self.d_embed != -1:
+            raise ConfigError(f"--d-embed {self.d_embed}: expected 1 or more, or -1 for --d-model")
         if any(low >= high for low, high in zip((0, *self.cutoffs), self.cutoffs, strict=False)):
             raise ConfigError(f"--cutoffs {','.join(map(str, self.cutoffs))}: expected positive, rising numbers")
         if self.same_length and self.mem_len == 0:

@@ -202,6 +202,7 @@ _LEAST = dict.fromkeys(
         *("num_workers", "restarts", "validate_interval_updates", "save_interval_updates"),
         *("fp16_scale_tolerance", "min_loss_scale", "adam_eps", "weight_decay", "momentum", "clip_norm"),
         *("dropout", "attention_dropout", "activation_dropout", "dropatt", "mem_len", "ext_len"),
+        *("init_std", "init_range", "proj_init_std", "layer_norm_epsilon"),
     ),
     0,
 )

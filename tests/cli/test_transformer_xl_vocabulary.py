@@ -18,7 +18,7 @@ from lmtools.data.indexed_writer import write_dataset
 from lmtools.models.transformer_xl import TransformerXL
 from lmtools.parallel.mesh import Mesh
 from tests.cli.conftest import Lmtools
-from tests.support.transformer_xl_states import config_of, vocabulary_fields, write_huggingface_folder
+from tests.support.transformer_xl_states import config_of, original_state, vocabulary_fields, write_huggingface_folder
 
 ALONE = Mesh(dp_size=1, tp_size=1, dp_rank=0, tp_rank=0, device=torch.device("cpu"), device_mesh=None)
 WORDS = ["<eos>", "the", "of", "<unk>", "life", "game", ",", "=", "cell", "glider", "gun", "still", "1970"]
@@ -58,6 +58,20 @@ def data(tmp_path: Path) -> Path:
 
 def evaluation(data: Path, model: Path) -> list[object]:
     return ["eval", data, "--path", model, "--task", "truncated_bptt_lm", "--device", "cpu"]
+
+
+def test_a_file_that_does_not_say_how_long_its_memory_was(lmtools, model, data):
+    """The original's state dict has no options: it is not scored as if it remembered nothing."""
+    config = config_of(div_val=2, untie_r=False, mem_len=6)
+    state = {name: torch.sin(tensor) for name, tensor in original_state(config).items()}
+    torch.save(state, model / "original.pt")
+    command = [*evaluation(data, model / "original.pt"), "--tokens-per-sample", 4, "--json"]
+    ran = lmtools(*command)
+    assert ran.code == 2
+    assert ran.err.startswith(f"lmtools: {model}/original.pt: does not say how long its memory was; give --mem-len")
+    ran = lmtools(*command, "--mem-len", 6)
+    assert (ran.code, ran.err) == (0, "")
+    assert json.loads(ran.out)["mem_len"] == 6
 
 
 def scores_of(model: Path, rows: list[int]) -> list[float]:

@@ -361,6 +361,7 @@ def test_shared_attention_biases_are_one_parameter():
     [
         ({"attn_type": 2}, "--attn-type 2: only 0"),
         ({"d_model": 7}, "--d-model 7: expected an even number"),
+        ({"d_embed": -7}, "--d-embed -7: expected 1 or more, or -1 for --d-model"),
         ({"cutoffs": (8, 5)}, "--cutoffs 8,5: expected positive, rising numbers"),
         ({"same_length": True, "mem_len": 0}, "--same-length: .*--mem-len must be given"),
         ({"div_val": 8}, "--div-val 8: leaves no width to the last of 3 clusters"),

@@ -86,6 +86,7 @@ def test_the_vocabulary_is_the_datas_business():
         ("decoder_attention_heads = 7", "--decoder-attention-heads 7: does not divide --decoder-embed-dim 512"),
         ("mp = 3", "--mp 3: does not divide the model's 8 attention heads; use one of 1, 2, 4, 8"),
         ("dropout = -0.1", "run.toml: dropout: expected 0 or more, found -0.1"),
+        ("init_std = -0.1", "run.toml: init_std: expected 0 or more, found -0.1"),
         ("dropout = 1.0", "--dropout 1.0: expected less than 1"),
         ("tokens_per_sample = 64\nmax_target_positions = 32", "--tokens-per-sample 64: longer than"),
         ("fp16 = true\nmemory_efficient_bf16 = true", "--fp16 and --bf16"),
