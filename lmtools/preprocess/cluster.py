@@ -79,8 +79,13 @@ def dask_cluster(address: str, *, reads: Sequence[str], writes: Sequence[str]) -
     """
     try:
         from distributed import Client, KilledWorker
+        from distributed.comm import get_address_host_port, normalize_address
     except ImportError as error:
         raise ConfigError("--scheduler needs Dask, which is not installed: pip install 'lmtools[dask]'") from error
+    try:  # a client that fails over its address waits for itself when the program ends
+        get_address_host_port(normalize_address(address), strict=True)
+    except ValueError as error:
+        raise ConfigError(f"--scheduler {address}: {error}; expected an address such as tcp://host:8786") from error
     for name in writes:
         if is_device_or_pipe(name):
             raise ConfigError(
@@ -92,8 +97,6 @@ def dask_cluster(address: str, *, reads: Sequence[str], writes: Sequence[str]) -
         expected = Expected(__version__, tuple((name, look(name)) for name in (*texts, *tokens)))
         try:
             client = stack.enter_context(Client(address, timeout=_CONNECT_SECONDS, set_as_default=False))
-        except ValueError as error:
-            raise ConfigError(f"--scheduler {address}: {error}; expected an address such as tcp://host:8786") from error
         except (OSError, TimeoutError) as error:
             raise WorkerError(f"{address}: no Dask scheduler answers; start one with `dask scheduler`") from error
         num_threads = _require_workers(client, address, expected)

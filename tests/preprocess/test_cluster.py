@@ -217,9 +217,12 @@ def test_a_scheduler_without_workers_or_none_at_all_is_an_error(
         connect(address)
 
 
-def test_what_is_no_address_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"--scheduler nonsense://x: .*expected an address such as tcp://host:8786"):
-        connect("nonsense://x")
+@pytest.mark.parametrize("address", ["nonsense://x", "host", "host:port", ""])
+def test_what_is_no_address_is_an_error(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """Said before there is a client: one that fails over its address waits for 40 seconds when the program ends."""
+    monkeypatch.setattr("distributed.Client", lambda *_, **__: pytest.fail("a client was made"))
+    with pytest.raises(ConfigError, match=rf"--scheduler {address}: .*expected an address such as tcp://host:8786"):
+        connect(address)
 
 
 def test_without_dask_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
