@@ -20,7 +20,13 @@ from lmtools.checkpoints.fairseq_config import model_settings, require_transform
 from lmtools.checkpoints.fairseq_files import find_parts, require_all_parts
 from lmtools.checkpoints.identity import identity_of_files
 from lmtools.checkpoints.lazy_tensor import LazyTensor, equal_values
-from lmtools.checkpoints.parts import drifted_replicas, dtypes_of_parts, read_from_parts, require_equal_replicas
+from lmtools.checkpoints.parts import (
+    drifted_replicas,
+    dtypes_of_parts,
+    read_from_parts,
+    require_equal_replicas,
+    require_no_copy,
+)
 from lmtools.checkpoints.unpickle import plain, read_torch_file
 from lmtools.errors import CheckpointError
 from lmtools.models.architectures import TransformerLMConfig
@@ -89,7 +95,7 @@ class FairseqCheckpoint:
         return drifted_replicas(self.parts, self.plan, part)
 
     def verify_part(self, part: int, *, allow_replica_drift: bool = False) -> None:
-        """Check a part's bytes, and what must be equal: replicated tensors with part 0's, tied weights with each other.
+        """Check a part's bytes, what must be equal (replicated tensors with part 0's, tied weights), and what must not.
 
         Args:
             part: which one.
@@ -101,6 +107,7 @@ class FairseqCheckpoint:
         tensors = self.parts[part]
         for storage in {tensor.storage.key: tensor.storage for tensor in tensors.values()}.values():
             storage.verify()
+        require_no_copy(self.parts, self.plan, self.paths, part)
         if not allow_replica_drift:
             require_equal_replicas(self.parts, self.plan, self.paths, part)
         tied = self.config.share_decoder_input_output_embed and _OUTPUT in tensors

@@ -69,6 +69,22 @@ def require_equal_replicas(parts: Parts, plan: Plan, paths: Sequence[Path], part
         )
 
 
+def require_no_copy(parts: Parts, plan: Plan, paths: Sequence[Path], part: int) -> None:
+    """Refuse a part that is an earlier one under another name: nothing else says which rank's share it holds.
+
+    Raises:
+        CheckpointError: names both files.
+    """
+    split = [name for name in parts[part] if split_of(name, plan).dim is not None]
+    split.sort(key=lambda name: parts[part][name].num_bytes)  # small ones tell most parts apart
+    for earlier in range(part):
+        if all(equal_values(parts[part][name], parts[earlier][name]) for name in split):
+            raise CheckpointError(
+                f"{paths[part]}: holds the same share of the model as {paths[earlier].name}; one of them is a copy "
+                "under a wrong name, fetch it again"
+            )
+
+
 def dtypes_of_parts(parts: Parts, paths: Sequence[Path]) -> dict[str, torch.dtype]:
     """The dtype of each parameter.
 

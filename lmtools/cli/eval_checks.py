@@ -34,6 +34,8 @@ def require_sensible_options(
         raise ConfigError("--resume: needs the --output or --scores of the run that was cut off")
     if len(set(subsets)) < len(subsets) or "" in subsets:
         raise ConfigError(f"--gen-subset {','.join(subsets)}: expected names of splits, each once")
+    if any("/" in name for name in subsets):
+        raise ConfigError(f"--gen-subset {','.join(subsets)}: expected names of splits in the folder, found a path")
     if scores is not None and len(subsets) > 1:
         raise ConfigError("--scores: holds one split; give one --gen-subset")
     if count_by_hand is not None and len(subsets) > 1:

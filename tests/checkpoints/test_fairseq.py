@@ -321,6 +321,15 @@ def test_a_part_of_another_update_is_found_by_its_replicated_tensors(tmp_path, g
         verify(open_fairseq(tmp_path / "model"))
 
 
+@pytest.mark.parametrize("model", ["mp4", "mp2_2020"])
+def test_one_part_under_two_names_is_found(tmp_path, golden: Path, model: str) -> None:
+    """All shapes and replicated values fit, and the loss would be a number."""
+    shutil.copytree(golden / model, tmp_path / "model")
+    shutil.copy(tmp_path / "model" / PART.format(0), tmp_path / "model" / PART.format(1))
+    with pytest.raises(CheckpointError, match=r"part-1.pt: holds the same share of the model as .*part-0.pt; one of"):
+        verify(open_fairseq(tmp_path / "model"))
+
+
 def test_a_tied_output_that_differs_from_the_embedding_is_named(tmp_path) -> None:
     untie = change(
         "decoder.output_projection.weight", lambda tensor: tensor.clone().index_fill_(0, torch.tensor(39), 0)

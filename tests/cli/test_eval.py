@@ -271,6 +271,7 @@ OPTIONS = {
     "nothing to resume": (["--resume"], "--resume: needs the --output or --scores of the run that was cut off"),
     "a split twice": (["--gen-subset", "test,test"], "--gen-subset test,test: expected names of splits, each once"),
     "no split": (["--gen-subset", ""], "--gen-subset : expected names of splits"),
+    "a split elsewhere": (["--gen-subset", "../bin/test"], "--gen-subset ../bin/test: expected names of splits in the"),
     "scores of two": (["--gen-subset", "test,valid", "--scores", "s.npy"], "--scores: holds one split"),
     "one count for two": (["--gen-subset", "test,valid", "--orig-tokens", 5], "are of one text"),
     "one file for two": (["--scores", "r.json", "--output", "r.json"], "is --output too; give two names"),
