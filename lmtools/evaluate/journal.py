@@ -1,8 +1,9 @@
 """What a long evaluation has scored so far, on disk, so that a killed run goes on where it was.
 
 Scores arrive in stream order, so the state of a run is a prefix. The file is one line of JSON that says what is being
-scored, then float32 log-probabilities, little-endian, appended round by round. What a killed process left of an
-unfinished round is cut off when the file is opened again. One process at a time has it open.
+scored, then float32 log-probabilities, little-endian, appended round by round. What a killed process
+or a power cut left of an unfinished round is cut off when the file is opened again. One process at a time has
+it open.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class ScoreJournal:
         with disk_errors(path), _opened(path) as stream:
             header, data = stream.readline(), stream.read()
             _require_same(path, header, identity)
-            scores = np.frombuffer(data[: len(data) - len(data) % _SCORE.itemsize], dtype=_SCORE)
+            scores = _sound_prefix(np.frombuffer(data[: len(data) - len(data) % _SCORE.itemsize], dtype=_SCORE))
             num_rounds = int(np.searchsorted(tokens_after_rounds, len(scores), side="right"))
             num_tokens = int(tokens_after_rounds[num_rounds - 1]) if num_rounds else 0
             stream.truncate(stream.seek(len(header) + num_tokens * _SCORE.itemsize))
@@ -116,6 +117,16 @@ def _write_all(stream: BinaryIO, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[stream.write(view) :]
+
+
+def _sound_prefix(scores: Scores) -> Scores:
+    """What can be scores, up to the first that cannot: after a power cut, blocks of a file may be zeros, or anything.
+
+    A log-probability may be 0, but not all at the end: these are scored again.
+    """
+    unsound = np.flatnonzero(~(np.isfinite(scores) & (scores <= 0)))
+    prefix = scores[: unsound[0]] if len(unsound) else scores
+    return np.trim_zeros(prefix, "b")
 
 
 def _require_same(path: Path, header: bytes, identity: Mapping[str, Any]) -> None:

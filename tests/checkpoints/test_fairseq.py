@@ -330,6 +330,16 @@ def test_one_part_under_two_names_is_found(tmp_path, golden: Path, model: str) -
         verify(open_fairseq(tmp_path / "model"))
 
 
+def test_parts_of_a_model_of_zeros_are_no_copies(tmp_path, golden: Path) -> None:
+    shutil.copytree(golden / "mp2_2020", tmp_path / "model")
+    for part in range(2):
+        content = load(tmp_path / "model" / PART.format(part))
+        for tensor in content["model"].values():
+            tensor.zero_()
+        torch.save(content, tmp_path / "model" / PART.format(part))
+    verify(open_fairseq(tmp_path / "model"))
+
+
 def test_a_tied_output_that_differs_from_the_embedding_is_named(tmp_path) -> None:
     untie = change(
         "decoder.output_projection.weight", lambda tensor: tensor.clone().index_fill_(0, torch.tensor(39), 0)

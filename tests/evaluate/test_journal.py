@@ -49,7 +49,7 @@ def test_rounds_of_another_size_continue_at_one_of_their_own_ends(tmp_path):
 @given(st.integers(0, 14 * 4))
 def test_any_cut_leaves_whole_rounds(tmp_path_factory, num_bytes):
     path = tmp_path_factory.mktemp("cut") / "journal"
-    expected = np.arange(14, dtype=np.float32)
+    expected = -1 - np.arange(14, dtype=np.float32)
     write(path, expected.tolist())
     header = path.read_bytes().index(b"\n") + 1
     path.write_bytes(path.read_bytes()[: header + num_bytes])
@@ -59,6 +59,20 @@ def test_any_cut_leaves_whole_rounds(tmp_path_factory, num_bytes):
     assert scores.tolist() == expected[:num_tokens].tolist()
     assert num_bytes < 4 * 14 or num_rounds == len(ROUNDS)
     assert path.stat().st_size == header + 4 * num_tokens
+
+
+@pytest.mark.parametrize("lost", [[0.0] * 9, [np.nan, -1.0, -1.0], [3.5, -1.0], [-np.inf, 0.0], [0.0, 0.0, 1.0]])
+def test_what_can_be_no_scores_is_scored_again(tmp_path, lost):
+    """After a power cut the file may have its length, but not its content."""
+    path = tmp_path / "journal"
+    write(path, [-1.0, 0.0, -1.0, -2.0], [-1.0] * 2 + lost)
+    journal, scores, num_rounds = ScoreJournal.reopen(path, IDENTITY, ROUNDS)
+    journal.append(np.array([-3.0] * 4, dtype=np.float32))
+    journal.close()
+    assert (num_rounds, scores.tolist()) == (1, [-1.0, 0.0, -1.0, -2.0])
+    journal, scores, num_rounds = ScoreJournal.reopen(path, IDENTITY, ROUNDS)
+    journal.close()
+    assert scores.tolist() == [-1.0, 0.0, -1.0, -2.0] + [-3.0] * 4
 
 
 def test_a_new_journal_replaces_an_old_one(tmp_path):
