@@ -34,6 +34,10 @@ NOTES_VARIABLE = "LMTOOLS_TEMPORARIES"
 """A folder where a process that may be ended without a word notes its temporary files (`remove_noted_temporaries`)."""
 
 _COPY_BYTES = 1 << 20
+
+_REFUSALS = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO, errno.ESTALE}
+)
 _COMPRESSED_BYTES = 1 << 10  # zstandard gives all that these hold at once, which may be some thousand times as much
 
 
@@ -341,6 +345,8 @@ def disk_errors(target: str | Path) -> Iterator[None]:
             raise LmtoolsError(f"{file}: is a file, expected a folder") from error
         if error.errno in (errno.ENOENT, errno.ENOTDIR) and not Path(target).parent.is_dir():
             raise LmtoolsError(f"{target}: the folder {Path(target).parent} does not exist") from error
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise LmtoolsError(f"{target}: exists already, written by another process in the meantime") from error
         if error.errno == errno.EISDIR:
             raise LmtoolsError(f"{target}: is a folder, expected a file name") from error
         if error.errno == errno.ENAMETOOLONG:
@@ -351,6 +357,21 @@ def disk_errors(target: str | Path) -> Iterator[None]:
 def _file_for_a_folder(path: Path) -> Path | None:
     """What of a path is there and no folder, though it was to be one."""
     return next((part for part in (*reversed(path.parents), path) if part.exists() and not part.is_dir()), None)
+
+
+@contextmanager
+def file_errors() -> Iterator[None]:
+    """Turn what the file system refuses, of whatever file, into one clear line.
+
+    Raises:
+        LmtoolsError: a file or folder may not be read or written, has an impossible name, or the disk fails.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _REFUSALS or error.filename is None:
+            raise
+        raise LmtoolsError(f"{error.filename}: {os.strerror(error.errno).lower()}") from error
 
 
 def fsync_file(path: str | Path) -> None:

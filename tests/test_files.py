@@ -404,6 +404,18 @@ def test_a_folder_with_content_is_refused(tmp_path: Path) -> None:
             pytest.fail("the block was begun")
 
 
+def test_a_folder_that_another_process_has_written_meanwhile_stays(tmp_path: Path) -> None:
+    def fill() -> None:
+        with atomic_directory(tmp_path / "folder"):
+            (tmp_path / "folder").mkdir()
+            (tmp_path / "folder" / "theirs").touch()
+
+    with pytest.raises(LmtoolsError, match=r"folder: exists already, written by another process in the meantime$"):
+        fill()
+    assert names(tmp_path) == ["folder"]
+    assert names(tmp_path / "folder") == ["theirs"]
+
+
 # --- hashes and space ------------------------------------------------------------------------------------------------
 
 

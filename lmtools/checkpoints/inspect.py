@@ -40,6 +40,7 @@ from lmtools.data.inspect import (
     split_files,
 )
 from lmtools.errors import CheckpointError, DataError
+from lmtools.files import is_device_or_pipe
 from lmtools.parallel.parallelize import without_memory
 from lmtools.parallel.plans import split_of
 
@@ -58,6 +59,8 @@ def inspect_path(path: Path) -> tuple[Description, list[Path]]:
 
 
 def _inspect(path: Path) -> tuple[Description, list[Path]]:
+    if is_device_or_pipe(path):
+        raise DataError(f"{path}: is a device or a pipe, and can be read once at most; expected a file or a folder")
     if path.is_dir() and not any(path.iterdir()):
         raise DataError(f"{path}: an empty folder")
     if is_training_checkpoint(path) or path.name == RECORD_NAME:

@@ -19,6 +19,7 @@ from lmtools import __version__
 from lmtools.cli.commands import CommandTable
 from lmtools.cli.standard_streams import checked_standard_streams
 from lmtools.errors import LmtoolsError, WorkerError
+from lmtools.files import file_errors
 from lmtools.parallel.launch import is_worker, prefix_of_rank, worker
 
 app = typer.Typer(
@@ -65,7 +66,7 @@ def main() -> NoReturn:
     """
     with checked_standard_streams():
         try:
-            with worker(), _ended_in_order():
+            with worker(), _ended_in_order(), file_errors():
                 app(prog_name="lmtools")  # not `python -m lmtools`, for completion
         except LmtoolsError as error:
             if isinstance(error, WorkerError):

@@ -255,3 +255,13 @@ def test_names_in_a_file_cannot_speak_to_the_terminal(lmtools, tmp_path):
     ran = lmtools("inspect", tmp_path / "a.pt")
     assert "\x1b" not in ran.out
     assert "[red]weight" in ran.out
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "pipe"])
+def test_a_device_or_a_pipe_is_refused(lmtools, tmp_path, monkeypatch, name):
+    """It would be read once to see what it is, and be empty, or never end, afterwards."""
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    ran = lmtools("inspect", name)
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err.startswith(f"lmtools: {name}: is a device or a pipe")

@@ -171,6 +171,19 @@ def test_a_bug_is_not_caught(fail, bug):
         fail(bug)
 
 
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.EACCES, "permission denied"),
+        (errno.ENAMETOOLONG, "file name too long"),
+        (errno.EIO, "input/output error"),
+    ],
+)
+def test_what_the_file_system_refuses_is_one_line(fail, number, says):
+    """Of whatever file, wherever it was opened: who knows its name can mend it."""
+    assert fail(OSError(number, os.strerror(number), "parts/0.pt")) == Ran(1, "", f"lmtools: parts/0.pt: {says}\n")
+
+
 def test_a_bug_ends_with_its_traceback():
     """As the shell sees it; nothing shortens or decorates it."""
     break_a_command = "import sys, lmtools.cli as cli; cli.app = lambda **_: {}['bug']; cli.main()"
