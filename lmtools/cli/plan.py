@@ -101,9 +101,13 @@ def plan(
     device: Annotated[
         Kernels, typer.Option(help="Whose kernels activations are counted for; nothing runs on it.")
     ] = Kernels.cuda,
-    num_tokens: Annotated[int, typer.Option(min=1, help="With --eval: tokens of the split.")] = 270_847,
-    context_window: Annotated[int, typer.Option(min=0, help="With --eval: tokens only seen.")] = 0,
-    dtype: Annotated[DType, typer.Option(help="With --eval: what the model computes in.")] = DType.float16,
+    num_tokens: Annotated[
+        int | None, typer.Option(min=1, help="With --eval: tokens of the split; 270,847 if not given.")
+    ] = None,
+    context_window: Annotated[int | None, typer.Option(min=0, help="With --eval: tokens only seen; none.")] = None,
+    dtype: Annotated[
+        DType | None, typer.Option(help="With --eval: what the model computes in; float16 if not given.")
+    ] = None,
     gpu_memory: Annotated[float | None, typer.Option(min=0, help="GiB of a device: says whether it fits.")] = None,
     flops: Annotated[float | None, typer.Option(min=1, help="Operations a second of a device, such as 125e12.")] = None,
     utilisation: Annotated[float, typer.Option(min=0.001, max=1, help="Share of --flops that is reached.")] = 0.4,
@@ -156,6 +160,10 @@ def plan(
             flags["task"] = "truncated_bptt_lm"
         if batch_size is None and max_tokens is None:
             flags["batch_size"] = 8 if evaluate and not is_of_streams else 1
+    if not evaluate:
+        of_eval = {"--num-tokens": num_tokens, "--context-window": context_window, "--dtype": dtype}
+        require_none_given(of_eval, "is of an evaluation; give --eval, or leave it out")
+    num_tokens, context_window, dtype = num_tokens or 270_847, context_window or 0, dtype or DType.float16
     if link_bandwidth is not None and flops is None:
         raise ConfigError("--link-bandwidth: an estimate of time needs --flops too")
 

@@ -160,6 +160,9 @@ def test_a_configuration_file_is_planned_as_it_would_be_run(lmtools, tmp_path):
             ["--arch", "transformer_xl", "--decoder-layers", 9],
             "--decoder-layers: is no option of --arch transformer_xl",
         ),
+        ([*ELEVEN[1:3], "--num-tokens", 5], "--num-tokens: is of an evaluation; give --eval"),
+        ([*ELEVEN[1:3], "--context-window", 5], "--context-window: is of an evaluation; give --eval"),
+        ([*ELEVEN[1:3], "--dtype", "bfloat16"], "--dtype: is of an evaluation; give --eval"),
         ([*ELEVEN[1:3], "--link-bandwidth", 1e9], "--link-bandwidth: an estimate of time needs --flops too"),
     ],
 )
