@@ -242,34 +242,38 @@ class _Interval:
 
 
 class _Line:
-    """The one live line of a terminal: the last log text over a bar with the time left."""
+    """What is live on a terminal: the last log text, on as many lines as it takes, over a bar with the time left."""
 
     def __init__(self, total: int | None, done: int) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.live import Live
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-        self._progress = Progress(
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-            console=Console(stderr=True),
-            speed_estimate_period=120,
-        )
-        self._progress.start()
+        self._text = ""
+        # No text in the bar's own line: where both do not fit, rich leaves out the bar.
+        columns = BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn()
+        self._progress = Progress(*columns, speed_estimate_period=120)
         self._task = self._progress.add_task("", total=total, completed=done)
+        self._live = Live(console=Console(stderr=True), get_renderable=self._render)
+        self._live.start()
+
+    def _render(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(*([Text(self._text)] if self._text else []), self._progress)
 
     def update(self, done: int) -> None:
         self._progress.update(self._task, completed=done)
 
     def describe(self, text: str) -> None:
-        self._progress.update(self._task, description=text)
+        self._text = text
 
     def say(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False)
+        self._live.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        self._progress.stop()
+        self._live.stop()
 
 
 def _open_line(total: int | None, done: int) -> _Line | None:

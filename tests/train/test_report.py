@@ -14,7 +14,7 @@ from lmtools.train.checkpoints import Keeper
 from lmtools.train.curves import read_runs
 from lmtools.train.loop import UpdateResult
 from lmtools.train.precision import LossScaler
-from lmtools.train.report import Reporter
+from lmtools.train.report import Reporter, _Line
 from lmtools.train.state import Progress, TrainState
 from lmtools.train.validation import Validation
 from tests.support.training import cpu_mesh, tiny_run, train_a_leg
@@ -74,3 +74,16 @@ def test_a_reports_speed_is_that_of_the_updates_alone(tmp_path: Path, monkeypatc
     assert run.train.training_seconds.tolist() == [2, 4, 6, 8, 10, 12]
     updates, rates = tokens_per_second(run.train)
     assert (updates.tolist(), rates.tolist()) == ([2, 3, 4, 5, 6], (run.train.weights[1:] / 2).tolist())
+
+
+@pytest.mark.parametrize("num_columns", [40, 80, 200])
+def test_on_a_terminal_of_any_width_all_of_the_line_is_there_and_the_bar_too(monkeypatch, capfd, num_columns):
+    monkeypatch.setenv("COLUMNS", str(num_columns))
+    text = " | ".join(f"a value {number}" for number in range(12))
+    line = _Line(total=150, done=0)
+    line.update(75)
+    line.describe(text)
+    line.close()
+    shown = capfd.readouterr().err
+    assert " ".join(shown.split()).startswith(text)
+    assert " 75/150 " in shown.splitlines()[-1]
