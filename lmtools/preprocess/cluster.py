@@ -9,6 +9,7 @@ worker is only taken for lost: tasks write under names of their own (`lines.writ
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import os
@@ -97,7 +98,7 @@ def dask_cluster(address: str, *, reads: Sequence[str], writes: Sequence[str]) -
         expected = Expected(__version__, tuple((name, look(name)) for name in (*texts, *tokens)))
         try:
             client = stack.enter_context(Client(address, timeout=_CONNECT_SECONDS, set_as_default=False))
-        except (OSError, TimeoutError) as error:
+        except (OSError, asyncio.TimeoutError) as error:
             raise WorkerError(f"{address}: no Dask scheduler answers; start one with `dask scheduler`") from error
         num_threads = _require_workers(client, address, expected)
         executor = _Tasks(client, expected)
@@ -160,7 +161,7 @@ def _require_workers(client: Client, address: str, expected: Expected) -> int:
     """Ask every worker; returns the number of their threads."""
     try:
         client.wait_for_workers(1, timeout=_CONNECT_SECONDS)
-    except TimeoutError as error:
+    except asyncio.TimeoutError as error:  # before Python 3.11 not the TimeoutError that is built in
         raise WorkerError(
             f"{address}: the scheduler has no workers; start some with `dask worker {address} --nthreads 1`"
         ) from error
@@ -222,5 +223,5 @@ def _watch(client: Client, executor: Executor) -> Iterator[None]:
 def _has_workers(client: Client) -> bool:
     try:
         return bool(client.nthreads())
-    except (OSError, RuntimeError, TimeoutError, CancelledError):  # the scheduler does not answer
+    except (OSError, RuntimeError, asyncio.TimeoutError, CancelledError):  # the scheduler does not answer
         return False

@@ -27,7 +27,7 @@ from typing import Protocol
 import httpx
 
 from lmtools import __version__
-from lmtools.errors import DownloadError
+from lmtools.errors import ConfigError, DownloadError
 from lmtools.files import disk_errors, require_free_space, sha256_file
 from lmtools.preprocess.partfile import Origin, PartFile
 from lmtools.preprocess.sources import RemoteFile
@@ -91,19 +91,14 @@ def fetch(
         The URL that gave the file.
 
     Raises:
+        ConfigError: the environment names a proxy or certificates that cannot be used.
         DownloadError: no mirror gave it. The part stays for the next time, unless its content was wrong.
         LmtoolsError: the disk is full or not writable.
     """
     failures: list[str] = []
     # Going on with the mirror that a part came from saves what is there already.
     started = part.origin().url
-    with httpx.Client(
-        verify=_tls(),
-        follow_redirects=True,
-        timeout=policy.timeout_s,
-        # Some hosts refuse the default names of Python's clients.
-        headers={"User-Agent": f"lmtools/{__version__}", "Accept-Encoding": "identity"},
-    ) as client:
+    with _client(policy) as client:
         for url in sorted(file.urls, key=lambda url: url != started):
             try:
                 _fetch_from(url, client, part, file, policy, bar, report)
@@ -114,10 +109,32 @@ def fetch(
     raise DownloadError(f"{file.name}: could not be downloaded from " + " or ".join(failures))
 
 
+def _client(policy: RetryPolicy) -> httpx.Client:
+    tls = _tls()
+    try:
+        return httpx.Client(
+            verify=tls,
+            follow_redirects=True,
+            timeout=policy.timeout_s,
+            # Some hosts refuse the default names of Python's clients.
+            headers={"User-Agent": f"lmtools/{__version__}", "Accept-Encoding": "identity"},
+        )
+    except (ValueError, httpx.InvalidURL, ImportError) as error:  # the last for a SOCKS proxy, which needs a package
+        raise ConfigError(
+            "the proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY names cannot be used "
+            f"({str(error).rstrip('.')}); change or unset it"
+        ) from error
+
+
 @cache
 def _tls() -> ssl.SSLContext:
     """Made once: reading all certificates takes longer than fetching a small file."""
-    return httpx.create_ssl_context()
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:
+        raise ConfigError(
+            f"SSL_CERT_FILE, SSL_CERT_DIR: no certificates can be read there ({error}); change or unset them"
+        ) from error
 
 
 class _MirrorError(Exception):

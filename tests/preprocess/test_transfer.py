@@ -5,6 +5,7 @@ from __future__ import annotations
 import email.utils
 import hashlib
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmtools.errors import DownloadError, LmtoolsError
+from lmtools.errors import ConfigError, DownloadError, LmtoolsError
 from lmtools.preprocess import transfer
 from lmtools.preprocess.partfile import PartFile
 from lmtools.preprocess.sources import RemoteFile
@@ -456,3 +457,26 @@ def test_pauses_grow_but_have_an_end(failures: int) -> None:
     policy = RetryPolicy(first_delay_s=1.0, max_delay_s=60.0)
     longest = min(2.0 ** min(failures - 1, 10), 60.0)
     assert longest / 2 <= policy.delay_s(failures) <= longest
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("ALL_PROXY", "socks5://127.0.0.1:1080", r"cannot be used \(.*httpx\[socks\]`\); change or unset it$"),
+        ("HTTP_PROXY", "nonsense://x", r"cannot be used \(Unknown scheme .*\); change or unset it$"),
+        ("HTTP_PROXY", "http://x:port", r"cannot be used \(Invalid port: 'port'\); change or unset it$"),
+        ("SSL_CERT_FILE", "/nowhere", r"no certificates can be read there \(.*No such file.*\); change or unset them$"),
+        ("SSL_CERT_FILE", __file__, r"no certificates can be read there \(.*\); change or unset them$"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setitem(sys.modules, "socksio", None)
+    transfer._tls.cache_clear()
+    with pytest.raises(ConfigError, match=rf"{variable}.*{message}"):
+        Download(tmp_path)("http://127.0.0.1:1/x")
+    transfer._tls.cache_clear()
