@@ -71,7 +71,25 @@ def read_safetensors(path: Path) -> dict[str, LazyTensor]:
     """
     header, first = read_header(path)
     num_bytes = path.stat().st_size
-    return {name: _tensor(path, name, entry, first, num_bytes) for name, entry in header.items() if name != METADATA}
+    tensors = {name: _tensor(path, name, entry, first, num_bytes) for name, entry in header.items() if name != METADATA}
+    _require_no_byte_left_out(path, tensors, first, num_bytes)
+    return tensors
+
+
+def _require_no_byte_left_out(path: Path, tensors: Mapping[str, LazyTensor], first: int, file_bytes: int) -> None:
+    """As the format promises; where bytes were lost or came in, values would be those of other places."""
+    end = first
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].storage.offset, item[1].storage.num_bytes)):
+        if tensor.storage.offset != end:
+            raise CheckpointError(
+                f"{path}: {name} begins at byte {tensor.storage.offset:,}, where the tensor before it ends at {end:,}; "
+                "fetch it again"
+            )
+        end += tensor.storage.num_bytes
+    if end != file_bytes:
+        raise CheckpointError(
+            f"{path}: has {file_bytes:,} bytes, but its tensors end at {end:,}; it is damaged, fetch it again"
+        )
 
 
 def _tensor(path: Path, name: str, entry: Any, first: int, file_bytes: int) -> LazyTensor:

@@ -55,6 +55,7 @@ def entry(**changes: object) -> bytes:
     return json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes}).encode()
 
 
+TWICE = entry()[:-1] + b', "y": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}'
 BROKEN = {
     "nothing": (b"", "not a safetensors file"),
     "text": (b"a text that is long enough", "not a safetensors file"),
@@ -67,6 +68,12 @@ BROKEN = {
     "other size": (with_header(entry(shape=[3]), b"12345678"), "x is not described"),
     "negative": (with_header(entry(shape=[-2], data_offsets=[8, 0]), b"12345678"), "x is not described"),
     "no number": (with_header(entry(shape=["2"]), b"12345678"), "x is not described"),
+    "bytes too many": (with_header(entry(), b"123456789"), "has .* bytes, but its tensors end at"),
+    "a hole": (
+        with_header(entry(data_offsets=[4, 12]), b"123456789012"),
+        "x begins at byte .*, where the tensor before",
+    ),
+    "bytes of two": (with_header(TWICE, b"12345678"), "y begins at byte .*, where the tensor before"),
     "no entry": (with_header(b'{"x": 1}'), "x is not described"),
 }
 
