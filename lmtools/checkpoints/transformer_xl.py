@@ -34,6 +34,8 @@ from lmtools.models.transformer_xl import TransformerXL
 from lmtools.parallel.parallelize import without_memory
 
 _HUGGING_FACE_WEIGHTS, _HUGGING_FACE_OPTIONS = "pytorch_model.bin", "config.json"
+_HUGGING_FACE_LENGTHS = {"mem_len": 1600, "clamp_len": 1000, "same_length": True}
+"""What transformers takes for options that are not in config.json; shapes do not show these."""
 _TABLE = "word_emb.emb_layers."
 
 
@@ -185,7 +187,8 @@ def _open_hugging_face(folder: Path) -> TransformerXLCheckpoint | None:
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path}: holds no state dict")
     state = _tensors(content, path)
-    found = _checked(path, _config(settings, state, options), _positive(settings.get("tgt_len")), state)
+    config = _config(_HUGGING_FACE_LENGTHS | settings, state, options)
+    found = _checked(path, config, _positive(settings.get("tgt_len")), state)
     return replace(found, vocabulary_path=find_vocabulary_file(folder))
 
 
@@ -218,9 +221,9 @@ def _config(settings: Mapping[str, Any], state: Mapping[str, LazyTensor], where:
     vocab_size = sum(tensor.shape[0] for name, tensor in state.items() if _TABLE in name and tensor.shape)
     kinds = {field.name: field.type for field in fields(TransformerXLConfig)}
     for name, value in settings.items():
-        expected = {"int": int, "bool": bool}.get(str(kinds.get(name)))
-        if expected is not None and type(value) is not expected:
-            raise CheckpointError(f"{where}: has {name}={value!r}, expected {expected.__name__}")
+        expected = {"int": (int,), "bool": (bool,), "float": (float, int)}.get(str(kinds.get(name)))
+        if expected is not None and type(value) not in expected:
+            raise CheckpointError(f"{where}: has {name}={value!r}, expected {expected[0].__name__}")
     try:
         return config_from_settings(settings, vocab_size, str(where))
     except (ConfigError, TypeError, ValueError, ZeroDivisionError) as error:

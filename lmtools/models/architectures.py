@@ -138,10 +138,16 @@ class TransformerXLConfig:
                 f"--attn-type {self.attn_type}: only 0, the attention of Transformer-XL, is supported; 1, 2 and 3 are "
                 "the original's baselines"
             )
+        sizes = ("d_model", "n_head", "d_head", "d_inner", "n_layer", "div_val")
+        for name, least in [*((size, 1) for size in sizes), ("mem_len", 0), ("ext_len", 0)]:
+            if getattr(self, name) < least:
+                raise ConfigError(f"--{name.replace('_', '-')}: expected {least} or more, found {getattr(self, name)}")
         if self.d_model % 2:
             raise ConfigError(f"--d-model {self.d_model}: expected an even number, half of it sines and half cosines")
         if self.d_embed < 1 and self.d_embed != -1:
             raise ConfigError(f"--d-embed {self.d_embed}: expected 1 or more, or -1 for --d-model")
+        if any(type(cutoff) is not int for cutoff in self.cutoffs):
+            raise ConfigError(f"--cutoffs {','.join(map(str, self.cutoffs))}: expected whole numbers")
         if any(low >= high for low, high in zip((0, *self.cutoffs), self.cutoffs, strict=False)):
             raise ConfigError(f"--cutoffs {','.join(map(str, self.cutoffs))}: expected positive, rising numbers")
         if self.same_length and self.mem_len == 0:

@@ -133,7 +133,11 @@ def test_shared_tensors_that_differ(tmp_path):
         ({"n_layer": "2"}, r"config.json: has n_layer='2', expected int"),
         ({"cutoffs": [8, 5]}, r"expected positive, rising numbers"),
         ({"cutoffs": 5}, r"options of no Transformer-XL"),
+        ({"cutoffs": [5.0, 8]}, r"--cutoffs 5.0,8: expected whole numbers"),
         ({"div_val": 0}, r"config.json: options of no Transformer-XL"),
+        ({"d_head": -3}, r"config.json: options of no Transformer-XL.*--d-head: expected 1 or more, found -3"),
+        ({"mem_len": -1}, r"--mem-len: expected 0 or more, found -1"),
+        ({"layer_norm_epsilon": "1e-5"}, r"config.json: has layer_norm_epsilon='1e-5', expected float"),
         ({"model_type": "t5"}, r"config.json: model_type is 't5', lmtools loads xglm, gpt2 and transfo-xl"),
     ],
 )
@@ -141,6 +145,20 @@ def test_options_that_do_not_fit_the_weights(tmp_path, settings, message):
     write_hugging_face(tmp_path, {}, **settings)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(tmp_path)
+
+
+def test_lengths_that_a_config_json_does_not_say_are_transformers_own(tmp_path):
+    write_hugging_face(tmp_path, {})
+    settings = json.loads((tmp_path / "config.json").read_text())
+    del settings["mem_len"]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = open_checkpoint(tmp_path).config
+    assert isinstance(config, TransformerXLConfig)
+    assert (config.mem_len, config.clamp_len, config.same_length) == (1600, 1000, True)
+    write_hugging_face(tmp_path, {}, mem_len=7, clamp_len=-1, same_length=False)
+    config = open_checkpoint(tmp_path).config
+    assert isinstance(config, TransformerXLConfig)
+    assert (config.mem_len, config.clamp_len, config.same_length) == (7, -1, False)
 
 
 @pytest.mark.parametrize("text", [None, "[", '{"model_type": "bert"}'])

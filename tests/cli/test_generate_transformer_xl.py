@@ -124,6 +124,7 @@ def test_checkpoints_of_other_programs(lmtools, tmp_path):
         "n_head": 2,
     }
     settings |= {"d_head": 3, "d_inner": 12, "d_embed": 8, "mem_len": 6, "div_val": 2, "untie_r": False}
+    settings |= {"clamp_len": -1, "same_length": False}
     state = {name: tensor / 1000 for name, tensor in huggingface_state(config).items()}
     torch.save(state, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text(json.dumps(settings))
