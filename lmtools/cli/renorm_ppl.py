@@ -130,7 +130,7 @@ def _read_result(path: str) -> list[_Loss]:
         content = stream.read()
     try:
         document = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON ({error}); expected what `lmtools eval --output` writes") from error
     records = document.get("results", [document]) if isinstance(document, dict) else None
     if not isinstance(records, list) or not records or not all(isinstance(record, dict) for record in records):
@@ -140,7 +140,7 @@ def _read_result(path: str) -> list[_Loss]:
 
 def _loss_of(record: Mapping[str, Any], path: str) -> _Loss:
     loss = record.get("loss_base2")
-    if not isinstance(loss, (int, float)) or isinstance(loss, bool) or loss > 1e300:
+    if not isinstance(loss, (int, float)) or isinstance(loss, bool) or not abs(loss) < 1e300:
         raise DataError(f"{path}: loss_base2 is {loss!r}, expected a plain number; is this a result of `lmtools eval`?")
     scored, in_split = _count(record, "tokens_scored", path), _count(record, "tokens_in_split", path)
     original = record.get("original") or {}

@@ -103,7 +103,8 @@ def evaluate_twice(
     theirs.mkdir()
     for name in (bin_path(_SUBSET), idx_path(_SUBSET)):
         (theirs / name).symlink_to(ours / name)
-    padded_dictionary(dictionary, config.vocab_size).save(theirs / "dict.txt")
+    # fairseq makes one row for each type; the rows that model parallelism had added belong to the model all the same.
+    dictionary.padded(config.vocab_size).save(theirs / "dict.txt")
     [plain] = write_fairseq_parts(folder / "plain", config, checkpoint.read, num_parts=1, dtype=torch.float32)
 
     window = tokens_per_sample or config.max_target_positions
@@ -139,19 +140,3 @@ def _cut_split(source: Path, folder: Path, num_sentences: int, *, vocab_size: in
     folder.mkdir()
     write_dataset(folder / _SUBSET, (dataset[index].tolist() for index in range(count)), vocab_size=vocab_size)
     return np.asarray(dataset.tokens[: int(dataset.sizes[:count].sum())], dtype=np.int64)
-
-
-def padded_dictionary(dictionary: Dictionary, num_types: int) -> Dictionary:
-    """As many types as the embedding has rows, by fairseq's words that nothing says.
-
-    fairseq makes one row for each type; the rows that model parallelism had added belong to the model all the same.
-    """
-    words, counts = list(dictionary.symbols[4:]), list(dictionary.counts[4:])
-    number = 0
-    while len(words) + 4 < num_types:
-        word = f"madeupword{number:04d}"
-        number += 1
-        if word not in dictionary:
-            words.append(word)
-            counts.append(0)
-    return Dictionary(words, counts)

@@ -155,6 +155,7 @@ def test_counts_that_nobody_knows_are_asked_for(run: Run, write: Write) -> None:
     [
         ("", "not JSON"),
         ("\x00\x01", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ([RESULT], "expected an object"),
         ({"results": []}, "expected an object"),
         ({"results": [3]}, "expected an object"),
@@ -167,7 +168,9 @@ def test_counts_that_nobody_knows_are_asked_for(run: Run, write: Write) -> None:
         (RESULT | {"original": [1]}, "expected an object"),
         (RESULT | {"original": ORIGINAL | {"tokens": "many"}}, "tokens is 'many'"),
         (RESULT | {"original": ORIGINAL | {"tokens": 0}}, "0 original tokens"),
-        (RESULT | {"loss_base2": float("nan")}, "expected more than 0"),
+        (RESULT | {"loss_base2": float("nan")}, "loss_base2 is nan, expected a plain number"),
+        (RESULT | {"loss_base2": -float("inf")}, "loss_base2 is -inf, expected a plain number"),
+        (RESULT | {"loss_base2": -1}, "expected more than 0"),
         (RESULT | {"loss_base2": 2000}, "too large"),
     ],
 )

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from lmtools.crosscheck import compare
 from lmtools.crosscheck.compare import ROUNDING_NATS, Difference, compare_scores, first_difference
-from lmtools.crosscheck.evaluation import compare_evaluations, padded_dictionary
+from lmtools.crosscheck.evaluation import compare_evaluations
 from lmtools.crosscheck.known_faults import faults_of_counts, faults_of_parts, faults_of_sum, faults_of_text
-from lmtools.data.dictionary import Dictionary
 
 
 @pytest.fixture
@@ -96,11 +95,3 @@ def test_faults_are_named_where_they_show(tmp_path):
     scores = np.full(3, -1.0, dtype=np.float32)
     assert faults_of_sum(scores, 1 / np.log(2)) == []
     assert "it prints 1.4427000 bits, its own scores have 1.4426950 (+5.0e-06)" in faults_of_sum(scores, 1.4427)[0]
-
-
-def test_dictionary_gets_a_word_for_each_row_of_the_embedding():
-    dictionary = Dictionary(["a", "madeupword0001"], [5, 0])
-    assert padded_dictionary(dictionary, 6).symbols == dictionary.symbols
-    padded = padded_dictionary(dictionary, 9)
-    assert padded.symbols[4:] == ("a", "madeupword0001", "madeupword0000", "madeupword0002", "madeupword0003")
-    assert padded.counts[4:] == (5, 0, 0, 0, 0)
