@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +11,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError, model_validator
 
 from lmtools.errors import DataError
+from lmtools.evaluate.perplexity import bits_per_byte, nats_to_bits, perplexity_of_bits, word_perplexity
 from lmtools.files import open_binary
+
+_TOLERANCE = 1e-6
+"""Of numbers that follow from each other; a perplexity is as inexact as its loss is large."""
 
 
 class _Record(BaseModel):
@@ -79,12 +84,21 @@ class Result(_Record):
 
     @model_validator(mode="after")
     def _is_whole(self) -> Result:
-        """What is shown beside each other is there together."""
+        """What is shown beside each other is there together, and is one evaluation's."""
         original = self.original or Original()
         if self.word_perplexity is not None and original.tokens is None:
             raise ValueError("word_perplexity without original.tokens")
         if self.bits_per_byte is not None and original.num_bytes is None:
             raise ValueError("bits_per_byte without original.num_bytes")
+        bits = nats_to_bits(self.total_nats / self.tokens_scored)
+        made = [("loss_base2", self.loss_base2, bits), ("perplexity", self.perplexity, perplexity_of_bits(bits))]
+        if self.word_perplexity is not None and original.tokens is not None:
+            made.append(("word_perplexity", self.word_perplexity, word_perplexity(self.total_nats, original.tokens)))
+        if self.bits_per_byte is not None and original.num_bytes is not None:
+            made.append(("bits_per_byte", self.bits_per_byte, bits_per_byte(self.total_nats, original.num_bytes)))
+        for name, found, expected in made:
+            if not math.isclose(found, expected, rel_tol=_TOLERANCE):
+                raise ValueError(f"{name} is {found:.9g}, but its total_nats and counts make {expected:.9g}")
         unknown = {f"{self.subset}.bin", f"{self.subset}.idx", "dict.txt"} - self.data_sha256.keys()
         if unknown:
             raise ValueError(f"data_sha256 without {min(unknown)}")
@@ -118,6 +132,8 @@ def _result(record: Any, path: Path) -> Result:
 
 def _first(errors: Sequence[Any]) -> str:
     """The first thing that is wrong, in a line."""
+    if errors[0]["type"] == "value_error":  # of ours, which says all
+        return str(errors[0]["msg"]).removeprefix("Value error, ")
     where = ".".join(str(part) for part in errors[0]["loc"]) or "the document"
     found = "" if errors[0]["type"] == "missing" else f", found {str(errors[0]['input'])[:60]!r}"
     return f"{where}: {errors[0]['msg']}{found}"

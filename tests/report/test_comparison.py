@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from lmtools.report.comparison import comparability, compare, rounded, short
@@ -29,7 +31,9 @@ def evaluations(tmp_path):
 
 
 def test_the_lowest_is_marked_and_what_differs(evaluations):
-    rows = {row.label: row for row in compare(evaluations({"perplexity": 9.5}, {"perplexity": 8.46, "mp": 8}))}
+    rows = {
+        row.label: row for row in compare(evaluations({"bits": math.log2(9.5)}, {"bits": math.log2(8.46), "mp": 8}))
+    }
     row = rows["perplexity per token"]
     assert (row.cells, row.differs, row.best) == (["9.50", "8.46"], True, 1)
     assert (rows["mp × dp"].cells, rows["mp × dp"].differs) == (["1 × 1", "8 × 1"], True)
@@ -40,7 +44,7 @@ def test_the_lowest_is_marked_and_what_differs(evaluations):
 
 
 def test_equal_numbers_and_unknown_ones_have_no_best(evaluations):
-    rows = {row.label: row for row in compare(evaluations({"bits_per_byte": 1.0}, {"bits_per_byte": None}))}
+    rows = {row.label: row for row in compare(evaluations({"bits": 5.0}, {"bits": 5.0, "bits_per_byte": None}))}
     assert (rows["bits per byte"].cells, rows["bits per byte"].best) == (["1.0000", "–"], None)
     assert rows["perplexity per token"].best is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from html.parser import HTMLParser
@@ -136,7 +137,7 @@ def test_manifests_elsewhere(folder):
 
 
 def test_several_results_are_side_by_side(folder):
-    write_result(folder / "two.json", folder / "bin", folder / "two.npy", perplexity=1.5, tokens_skipped=4)
+    write_result(folder / "two.json", folder / "bin", folder / "two.npy", bits=0.5, tokens_skipped=4)
     page = page_of(folder / "one.json", folder / "two.json", folder / "run")
     assert page.ids[:2] == ["results", "comparison"]
     assert "All are of the same 400 tokens" in page.text
@@ -162,10 +163,10 @@ def test_a_result_of_a_part_of_the_numbers(folder):
         tokens_per_second=None,
         seconds=0.0,
         tokens_resumed=100,
-        perplexity=1e300,
+        bits=math.log2(1e200),
     )
     page = page_of(folder / "two.json")
-    assert "1e+300 perplexity per token" in page.text
+    assert "1e+200 perplexity per token" in page.text
     assert "without the 100 tokens of a run before" in page.text
     assert "Loss by token frequency" in page.text
     assert "Loss by position in" not in page.text

@@ -76,6 +76,12 @@ def test_a_field_of_another_kind(tmp_path, record, field, value):
     ("changes", "said"),
     [
         ({"original": None}, "word_perplexity without original.tokens"),
+        ({"perplexity": 5.0}, r"perplexity is 5, but its total_nats and counts make 17\.2339154"),
+        ({"loss_base2": 4.1}, r"loss_base2 is 4\.1, but its total_nats and counts make 4\.10717861"),
+        ({"total_nats": 1200.0}, r"loss_base2 is 4\.10717861, but"),
+        ({"tokens_scored": 399}, r"loss_base2 is 4\.10717861, but"),
+        ({"word_perplexity": 25.0}, "word_perplexity is 25, but"),
+        ({"bits_per_byte": 0.8}, r"bits_per_byte is 0\.8, but"),
         ({"word_perplexity": None, "original": {"tokens": 350}}, "bits_per_byte without original.num_bytes"),
         ({"data_sha256": {}}, "data_sha256 without dict.txt"),
         ({"subset": "valid"}, "data_sha256 without valid.bin"),

@@ -38,13 +38,16 @@ def write_data(folder: Path, *, words: Sequence[str] = WORDS, sentences: Sequenc
     return data
 
 
-def write_result(file: Path, data: Path, scores: Path, /, **changes: Any) -> dict[str, Any]:
-    """The result of an evaluation of `data` with windows of 8 and context 4, and its scores."""
+def write_result(file: Path, data: Path, scores: Path, /, bits: float | None = None, **changes: Any) -> dict[str, Any]:
+    """The result of an evaluation of `data` with windows of 8 and context 4, and its scores.
+
+    `bits` is another loss per token than that of the scores.
+    """
     rng = np.random.default_rng(1)
     num_tokens = sum(map(len, SENTENCES))
     log_probs = -rng.gamma(2.0, 1.5, num_tokens).astype(np.float32)
     np.save(scores, log_probs)
-    total_nats = -float(log_probs.sum(dtype=np.float64))
+    total_nats = -float(log_probs.sum(dtype=np.float64)) if bits is None else bits * num_tokens * math.log(2)
     loss_base2 = total_nats / num_tokens / math.log(2)
     result: dict[str, Any] = {
         "format": "lmtools-eval",
