@@ -7,7 +7,7 @@ any worker starts. `start_state` builds the state on every rank.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +36,7 @@ from lmtools.train.optimizer import local_shard
 from lmtools.train.precision import LossScaler, parameter_dtype
 from lmtools.train.start_checks import (
     of_other_batches,
+    require_all_tensors,
     require_same_model,
     require_same_optimizer,
     require_same_streams,
@@ -157,12 +158,14 @@ def _from_lmtools(kind: Literal["resumed", "restored", "weights"], path: Path, r
             record["model"],
             record["dictionary_sha256"],
         )
-        vocab_size = saved.model["vocab_size"]
+        vocab_size, optimizer = saved.model["vocab_size"], record["train"]["optimizer"]
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: its record is not that of a training run ({error})") from error
     if saved.dictionary_sha256 != data.dictionary.sha256:
         raise CheckpointError(f"{path}: was trained with another dictionary than {run.train.data}/dict.txt")
     require_same_model(path, saved.model, run.model)
+    if kind == "resumed" or (kind == "restored" and not run.train.reset_optimizer):
+        require_same_optimizer(path, optimizer, run.train.optimizer)
     note = ""
     keeps_place = kind == "resumed" or (kind == "restored" and not run.train.reset_dataloader)
     if keeps_place and saved.progress.position.num_batches > 0:
@@ -178,8 +181,8 @@ def _state_from_lmtools(run: Run, mesh: Mesh, origin: Origin, path: Path, saved:
         _load_weights(state, path, mesh)
     else:
         tensors = state.tensors()
-        require_same_optimizer(path, tensors)
-        load_tensors(path, tensors, mesh)
+        require_all_tensors(path, tensors)
+        load_tensors(path, _from_masters(tensors, tensor_shapes(path).keys()), mesh)
         state.scaler.load_state_dict(saved.loss_scaler)
     if origin.kind == "resumed":
         state.progress = saved.progress
@@ -191,6 +194,15 @@ def _state_from_lmtools(run: Run, mesh: Mesh, origin: Origin, path: Path, saved:
     if state.progress.position.num_batches > 0:
         state.memories = load_memories(path, mesh, dtype=parameter_dtype(config))
     return state
+
+
+def _from_masters(tensors: Mapping[str, Tensor], saved: Collection[str]) -> dict[str, Tensor]:
+    """Where the checkpoint has master weights and this run has none, these are what its parameters are read from."""
+    sources = {}
+    for name, tensor in tensors.items():
+        master = f"optimizer.{name.removeprefix('model.')}.master"
+        sources[master if name.startswith("model.") and master in saved and master not in tensors else name] = tensor
+    return sources
 
 
 def _load_weights(state: TrainState, path: Path, mesh: Mesh) -> None:

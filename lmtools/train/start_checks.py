@@ -80,7 +80,20 @@ def of_other_batches(saved: Mapping[str, Any], config: TrainConfig) -> str:
     return f", which is within an epoch of {options}: some of its blocks are read twice or left out"
 
 
-def require_same_optimizer(path: Path, wanted: Mapping[str, Tensor]) -> None:
+def require_same_optimizer(path: Path, saved: str, wanted: str) -> None:
+    """What one optimizer has saved means nothing to another.
+
+    Raises:
+        CheckpointError: names both, and what to do.
+    """
+    if saved != wanted:
+        raise CheckpointError(
+            f"{path}: --optimizer is {saved} in the checkpoint, {wanted} in this run; "
+            "start from its weights with --restore-file, --reset-optimizer and --resume never"
+        )
+
+
+def require_all_tensors(path: Path, wanted: Mapping[str, Tensor]) -> None:
     """Every tensor that this run has.
 
     Raises:

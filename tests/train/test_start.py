@@ -268,9 +268,23 @@ def test_fairseqs_checkpoint_that_does_not_fit(golden: Path):
     assert find_origin(run, open_data(run.train)).kind == "restored"
 
 
+@pytest.mark.parametrize("precision", [{}, {"memory_efficient_bf16": True}])
+def test_without_master_weights_a_run_goes_on_from_those_of_the_checkpoint(tmp_path: Path, precision: dict[str, bool]):
+    low = train_a_leg({"save_dir": str(tmp_path), "bf16": True, "max_update": 2}).tensors
+    tensors, progress, _ = started({"save_dir": str(tmp_path), **precision})
+    assert progress["num_updates"] == 2
+    for name, tensor in tensors.items():
+        master = low.get(f"optimizer.{name.removeprefix('model.')}.master") if name.startswith("model.") else None
+        expected = low[name] if master is None else master.to(tensor.dtype)
+        assert torch.equal(tensor, expected), name
+
+
 def test_another_optimizer_or_precision_needs_a_reset(trained: Path, tmp_path: Path):
     flags = {"restore_file": str(trained / LAST), "save_dir": str(tmp_path)}
-    for other in ({"optimizer": "sgd", "momentum": 0.9}, {"fp16": True}):
-        with pytest.raises(CheckpointError, match=r"another optimizer or precision; .*--reset-optimizer"):
+    for other, message in (
+        ({"optimizer": "sgd"}, r"--optimizer is adam in the checkpoint, sgd in this run; .*--reset-optimizer"),
+        ({"fp16": True}, r"another optimizer or precision; .*--reset-optimizer"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
             started(flags | other)
         assert started(flags | other | {"reset_optimizer": True})[1]["num_updates"] == 0
