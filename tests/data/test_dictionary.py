@@ -6,10 +6,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lmtools.data.dictionary import Dictionary
+from lmtools.data.dictionary import SPECIAL_SYMBOLS, Dictionary
 from lmtools.errors import DataError
 
 words = st.text(st.characters(codec="utf-8"), min_size=1, max_size=4).filter(lambda word: word.split() == [word])
@@ -138,10 +138,14 @@ def test_a_padding_factor_below_2_pads_nothing(padding_factor: int) -> None:
     assert len(Dictionary.from_counts({"a": 1}, padding_factor=padding_factor)) == 5
 
 
+@example({"<s>": 2, "<unk>": 2, "a": 1}, 0, 5)
 @given(st.dictionaries(words, st.integers(1, 3), max_size=30), st.integers(0, 3), st.integers(-1, 40))
 def test_follows_fairseqs_finalize(counts: dict[str, int], threshold: int, nwords: int) -> None:
-    """The order as fairseq makes it: a Counter filled in sorted order, its most common, cut at the threshold."""
-    counter = Counter(dict(sorted(counts.items())))
+    """The order as fairseq makes it: a Counter filled in sorted order, its most common, cut at the threshold.
+
+    Special symbols among the words were rows before and are not counted.
+    """
+    counter = Counter({word: count for word, count in sorted(counts.items()) if word not in SPECIAL_SYMBOLS})
     most_common = counter.most_common(max(nwords - 4, 0) if nwords > 0 else len(counts))
     expected = [(word, count) for word, count in most_common if count >= threshold]
     dictionary = Dictionary.from_counts(counts, threshold=threshold, nwords=nwords, padding_factor=1)
