@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -93,9 +94,10 @@ def reproduce(
     runs = run_steps(steps, workdir, report=say)
     if runs[-1].exit_code:
         failed = runs[-1].step
+        ended = f"{_how_it_ended(runs[-1].exit_code)}; {len(runs) - 1} of {len(steps)} are done"
         say(
-            f"lmtools: the stage {failed.name} failed, as said above; {len(runs) - 1} of {len(steps)} are done. Run "
-            f"the same command again to go on there, or by hand: cd {shlex.quote(str(workdir))} && {failed.command}"
+            f"lmtools: the stage {failed.name} {ended}. Run the same command again to go on there, or by hand: "
+            f"cd {shlex.quote(str(workdir))} && {failed.command}"
         )
         raise typer.Exit(runs[-1].exit_code)
     rows = compare(results_of(content, steps), workdir)
@@ -109,6 +111,12 @@ def reproduce(
     say("")
     print(f"{content.description}: {workdir}")
     print(table(rows))
+
+
+def _how_it_ended(exit_code: int) -> str:
+    """A command that a signal ended, such as the kernel's SIGKILL where memory is short, may have said nothing."""
+    names = {128 + number: number.name for number in signal.Signals}
+    return f"was ended by {names[exit_code]}" if exit_code in names else "failed, as said above"
 
 
 def _assignment(text: str) -> tuple[str, Value]:

@@ -170,7 +170,7 @@ def test_sigterm_ends_the_command_first(start_lmtools, own, tmp_path):
         assert running.returncode == 128 + signal.SIGTERM
         with pytest.raises(BrokenPipeError):
             pipe.write(b"nobody reads\n")
-    assert b"the stage detok a failed" in err
+    assert b"the stage detok a was ended by SIGTERM; 0 of 2 are done. Run the same command again" in err
     assert not (tmp_path / "a.detok").exists()
 
 
