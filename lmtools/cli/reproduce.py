@@ -26,8 +26,21 @@ Value = int | float | str
 _NUM_TOKENS = "num_tokens"
 
 
+def _names_beginning_with(incomplete: str) -> list[str]:
+    """For Tab; files are the shell's own affair, where no name fits."""
+    from lmtools.recipes.recipe import recipe_names
+
+    return [name for name in recipe_names() if name.startswith(incomplete)]
+
+
 def reproduce(
-    recipe: Annotated[str, typer.Argument(help="megatron-11b, transformer-xl, or a recipe of your own: FILE.toml.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help="megatron-11b, transformer-xl, or a recipe of your own: FILE.toml.",
+            autocompletion=_names_beginning_with,
+        ),
+    ],
     workdir: Annotated[
         Path | None, typer.Option("--workdir", help="Folder for all that is made; the recipe's name if not given.")
     ] = None,

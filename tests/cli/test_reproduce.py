@@ -7,9 +7,11 @@ import json
 import os
 import re
 import signal
+from typing import get_type_hints
 
 import pytest
 
+from lmtools.cli.reproduce import reproduce
 from lmtools.recipes.run import files_of
 from tests.support.random_checkpoint import write_random_checkpoint
 
@@ -250,6 +252,13 @@ def test_a_recipe_without_stages_is_one_line(lmtools, tmp_path):
     ran = lmtools("reproduce", tmp_path / "my.toml", "--workdir", tmp_path / "new")
     assert (ran.code, ran.err) == (2, f"lmtools: {tmp_path}/my.toml: there is no stage to run\n")
     assert not (tmp_path / "new").exists()
+
+
+def test_tab_completes_recipes():
+    [argument] = get_type_hints(reproduce, include_extras=True)["recipe"].__metadata__
+    assert argument.autocompletion("") == ["megatron-11b", "transformer-xl"]
+    assert argument.autocompletion("tr") == ["transformer-xl"]
+    assert argument.autocompletion("my.toml") == []
 
 
 def test_value_without_a_name_is_wrong_usage(lmtools):
