@@ -71,7 +71,7 @@ class TrainConfig:
         False, "As --checkpoint-activations, and what is kept waits in the host's memory."
     )
     compile: bool = option(False, "Compile each block with torch.compile.")
-    device: str | None = option(None, "cpu or cuda; cuda where there is one, if not given.")
+    device: Literal["cpu", "cuda"] | None = option(None, "cpu or cuda; cuda where there is one, if not given.")
 
     # Precision
     fp16: bool = option(False, "Compute in float16 with dynamic loss scaling and float32 master weights.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ def _require_sense_of_blocks(train: TrainConfig, model: Mapping[str, Any]) -> No
     heads, embed_dim = model["decoder_attention_heads"], model["decoder_embed_dim"]
     if embed_dim % heads:
         raise ConfigError(f"--decoder-attention-heads {heads}: does not divide --decoder-embed-dim {embed_dim}")
-    _require_divided(train.mp, heads)
+    _require_divided(train.mp, heads, model["decoder_ffn_embed_dim"])
     if train.tokens_per_sample > model["max_target_positions"]:
         raise ConfigError(
             f"--tokens-per-sample {train.tokens_per_sample}: longer than --max-target-positions "
@@ -84,10 +85,14 @@ def _require_sense_of_streams(train: TrainConfig, model: Mapping[str, Any]) -> N
             raise ConfigError(f"{name}: is not for --task truncated_bptt_lm")
     if train.zero and not model["untie_r"]:
         raise ConfigError("--zero with --no-untie-r: layers that share parameters are not split over replicas")
-    _require_divided(train.mp, model["n_head"])
+    _require_divided(train.mp, model["n_head"], model["d_inner"])
 
 
-def _require_divided(mp: int, heads: int) -> None:
-    if heads % mp:
-        sizes = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
-        raise ConfigError(f"--mp {mp}: does not divide the model's {heads} attention heads; use one of {sizes}")
+def _require_divided(mp: int, heads: int, units: int) -> None:
+    both = math.gcd(heads, units)
+    if both % mp:
+        sizes = ", ".join(str(size) for size in range(1, both + 1) if both % size == 0)
+        raise ConfigError(
+            f"--mp {mp}: does not divide the model's {heads} attention heads and {units} feed-forward units; "
+            f"use one of {sizes}"
+        )

@@ -111,6 +111,10 @@ def open_data(config: TrainConfig) -> RunData:
         DataError: see `open_blocks`; or the folders have different dictionaries.
     """
     shards = split_shards(config.data)
+    if not shards:
+        raise DataError(
+            f"DATA {config.data!r}: names no folder, expected that of `lmtools binarize`, or several as a:b:c"
+        )
     dictionary = Dictionary.load(Path(shards[0]) / "dict.txt")
     for shard in shards[1:]:
         if Dictionary.load(Path(shard) / "dict.txt").sha256 != dictionary.sha256:

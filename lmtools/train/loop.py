@@ -101,7 +101,7 @@ def train(run: Run, data: RunData, state: TrainState, mesh: Mesh, report: Report
         progress.seconds = result.seconds
         if result.skipped == "nan" and config.nan == "stop":
             keeper.save_and_wait()
-            raise DataError(not_finite(result, update, progress))
+            raise DataError(not_finite(result, update, progress, is_saved=not config.no_save))
         try:
             state.scaler.update(overflow=result.skipped is not None)
         except LmtoolsError:
@@ -230,13 +230,14 @@ def finished(config: TrainConfig, progress: Progress) -> bool:
     )
 
 
-def not_finite(result: UpdateResult, update: Update, progress: Progress) -> str:
+def not_finite(result: UpdateResult, update: Update, progress: Progress, *, is_saved: bool) -> str:
     """The message for a loss or gradient that is not a number."""
     ids = [int(block) for step in update.micro_steps for rank in step for block in rank]
     shown = ", ".join(map(str, ids[:32])) + (f" and {len(ids) - 32} more" if len(ids) > 32 else "")
     loss = nats_to_bits(result.loss_sum / max(result.num_tokens, 1))
+    saved = "the state before it is saved; " if is_saved else ""
     return (
         f"update {progress.num_updates + 1} of epoch {update.epoch}: loss {loss} bits, gradient norm "
-        f"{result.gradient_norm}, expected finite numbers; blocks {shown}. The state before it is saved; lower --lr, "
-        "clip with --clip-norm, or go on without such updates with --nan skip"
+        f"{result.gradient_norm}, expected finite numbers; blocks {shown}; {saved}"
+        "lower --lr, clip with --clip-norm, or go on without such updates with --nan skip"
     )

@@ -217,7 +217,8 @@ def test_a_world_is_dealt_out_to_the_files_models_too(monkeypatch, capsys, tmp_p
     ("options", "message"),
     [
         (
-            "--distributed-world-size 8 --mp 3 --decoder-attention-heads 3 --decoder-embed-dim 6",
+            "--distributed-world-size 8 --mp 3 --decoder-attention-heads 3 --decoder-embed-dim 6 "
+            "--decoder-ffn-embed-dim 6",
             "not a multiple of --mp 3",
         ),
         ("--distributed-world-size 8 --mp 2 --dp 2", "--distributed-world-size 8: is not --mp 2 x --dp 2"),

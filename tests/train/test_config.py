@@ -84,7 +84,15 @@ def test_the_vocabulary_is_the_datas_business():
         ("arch = 'fconv_lm'", "--arch fconv_lm: expected one of transformer_lm, "),
         ("decoder_attention_heads = 0", "run.toml: decoder_attention_heads: expected 1 or more, found 0"),
         ("decoder_attention_heads = 7", "--decoder-attention-heads 7: does not divide --decoder-embed-dim 512"),
-        ("mp = 3", "--mp 3: does not divide the model's 8 attention heads; use one of 1, 2, 4, 8"),
+        (
+            "mp = 3",
+            "--mp 3: does not divide the model's 8 attention heads and 2048 feed-forward units; use one of 1, 2,",
+        ),
+        (
+            "mp = 4\ndecoder_ffn_embed_dim = 2050",
+            "--mp 4: does not divide .* and 2050 feed-forward units; use one of 1, 2$",
+        ),
+        ("device = 'tpu'", "device: input should be 'cpu' or 'cuda', found 'tpu'"),
         ("dropout = -0.1", "run.toml: dropout: expected 0 or more, found -0.1"),
         ("init_std = -0.1", "run.toml: init_std: expected 0 or more, found -0.1"),
         ("dropout = 1.0", "--dropout 1.0: expected less than 1"),

@@ -52,12 +52,21 @@ def inf_in_gradient(model: torch.nn.Module) -> float:
 # --- not a number ---
 
 
-def train_with_a_spoiled_update(flags: dict[str, Any], spoil: Callable[[torch.nn.Module], float]) -> Leg | str:
-    spoil_update(3, rank=1, spoil=spoil)
+def train_with_a_spoiled_update(
+    flags: dict[str, Any], spoil: Callable[[torch.nn.Module], float], rank: int = 1
+) -> Leg | str:
+    spoil_update(3, rank=rank, spoil=spoil)
     try:
         return train_a_leg(flags)
     except DataError as error:
         return str(error)
+
+
+def test_a_run_that_saves_nothing_does_not_say_that_it_did(tmp_path: Path):
+    flags = {"save_dir": str(tmp_path), "no_save": True}
+    (message,) = run_ranks(1, train_with_a_spoiled_update, flags, nan_in_loss, 0)
+    assert "blocks " in message
+    assert "saved" not in message
 
 
 @pytest.mark.parametrize("spoil", [nan_in_loss, pytest.param(inf_in_gradient, marks=pytest.mark.slow)])
@@ -68,7 +77,7 @@ def test_a_loss_that_is_no_number_stops_all_after_saving_the_state_before_it(tmp
     assert messages[0].startswith("update 3 of epoch 1: loss ")
     batches = open_data(tiny_run().train).batches(1)
     ids = ", ".join(str(block) for number in (4, 5) for block in batches[number])
-    assert f"expected finite numbers; blocks {ids}. The state before it is saved; " in messages[0]
+    assert f"expected finite numbers; blocks {ids}; the state before it is saved; " in messages[0]
     assert os.readlink(tmp_path / LAST) == "checkpoint_1_2"
     assert json.loads((tmp_path / LAST / "lmtools.json").read_text())["progress"]["position"]["num_batches"] == 4
     # Without the fault the run goes on as if nothing had happened.
@@ -228,3 +237,8 @@ def test_a_full_disk_costs_lines_of_the_metrics_but_not_the_run(tmp_path: Path, 
     assert warnings == [
         f"warning: {path}: no space left on the disk; free some space and run again; training goes on without its lines"
     ]
+
+
+def test_data_that_name_no_folder():
+    with pytest.raises(DataError, match=r"^DATA ':': names no folder, expected that of"):
+        open_data(tiny_run(data=":").train)
