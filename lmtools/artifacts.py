@@ -169,6 +169,19 @@ def is_unchanged(path: str | Path, *, tool: str, options: Mapping[str, Any], inp
     )
 
 
+def carries_original(manifest: Manifest, source: str | Path) -> bool:
+    """Whether an output has the counts of the original text that its input's manifest says now, if it says any.
+
+    Args:
+        manifest: of the output.
+        source: the input's name; its bytes are those that the manifest recorded.
+    """
+    before = None if str(source) == STDIO else read_manifest(source)
+    if before is None or before.original is None or not any(record in before.outputs for record in manifest.inputs):
+        return True
+    return manifest.original == before.original
+
+
 def _are_as_recorded(path: str | Path, records: Sequence[FileRecord]) -> bool:
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     return all((folder / record.path).is_file() and FileRecord.of(folder / record.path) == record for record in records)

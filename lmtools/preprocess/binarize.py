@@ -21,7 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lmtools.artifacts import FileRecord, Manifest, is_unchanged, manifest_path, read_manifest, write_manifest
+from lmtools.artifacts import (
+    FileRecord,
+    Manifest,
+    carries_original,
+    is_unchanged,
+    manifest_path,
+    read_manifest,
+    write_manifest,
+)
 from lmtools.data.indexed_writer import bin_path, idx_path, replace_dataset
 from lmtools.errors import ConfigError
 from lmtools.files import disk_errors, fsync_directory, fsync_file, is_device_or_pipe
@@ -110,7 +118,12 @@ def find_unchanged(job: BinarizeJob) -> Binarized | None:
     for output in outputs:
         if not is_unchanged(job.destdir / output, tool=TOOL, options=job.options(), inputs=job.inputs_of(output)):
             return None
-    counts = {output: dict(manifest.counts) for output in outputs if (manifest := read_manifest(job.destdir / output))}
+    manifests = {
+        output: manifest for output in outputs if (manifest := read_manifest(job.destdir / output)) is not None
+    }
+    if not all(carries_original(manifests[name], text) for name, text in job.splits.items()):
+        return None
+    counts = {output: dict(manifest.counts) for output, manifest in manifests.items()}
     num_types = {of_output.pop("num_types") for of_output in counts.values()}
     if len(num_types) != 1:
         return None

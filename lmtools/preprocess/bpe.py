@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lmtools.artifacts import carries_original
 from lmtools.errors import DataError
 from lmtools.files import disk_errors
 from lmtools.preprocess.gpt2_vocabulary import VocabularyFiles, check_vocabulary, read_vocabulary
@@ -124,7 +125,11 @@ def find_encoded(
     """The counts of the outputs, if the same inputs, vocabulary and option made what is there; else None."""
     options = _encode_options(vocabulary, keep_empty)
     manifests = manifests_if_unchanged(outputs, tool=_ENCODE, options=options, inputs=inputs)
-    return None if manifests is None else [BpeCounts(**manifest.counts) for manifest in manifests]
+    if manifests is None:
+        return None
+    counts = [BpeCounts(**manifest.counts) for manifest in manifests]
+    found = zip(inputs, manifests, counts, strict=True)
+    return counts if all(of.lost_lines or carries_original(manifest, name) for name, manifest, of in found) else None
 
 
 def _encode_options(vocabulary: VocabularyFiles, keep_empty: bool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lmtools.artifacts import FileRecord, Manifest, OriginalText, read_manifest, write_manifest
 from lmtools.errors import ConfigError, DataError, LmtoolsError
 from lmtools.preprocess import bpe, transform
+from lmtools.preprocess.binarize import BinarizeJob, DictionaryRules, binarize, find_unchanged
 from lmtools.preprocess.bpe import BpeCounts, bpe_decode, bpe_encode, find_decoded, find_encoded
 from lmtools.preprocess.detok import detok
 from lmtools.preprocess.gpt2_vocabulary import VocabularyFiles, find_vocabulary
@@ -116,6 +117,27 @@ def test_ids_without_some_lines_of_text_are_not_those_of_the_original_text(
     assert original_tokens() == [5, None]
     bpe_encode(texts, ids, vocabulary=gpt2, keep_empty=True)
     assert original_tokens() == [5, 6]
+
+
+def test_counts_that_are_known_of_the_text_since_are_not_left_out_as_unchanged(
+    tmp_path: Path, gpt2: VocabularyFiles
+) -> None:
+    raw, text, ids, destdir = (tmp_path / name for name in ("a.raw", "a.detok", "a.bpe", "bin"))
+    raw.write_text("Hello , world\n")
+    text.write_text("Hello, world\n")
+    job = BinarizeJob({"train": str(ids)}, destdir, str(ids), DictionaryRules())
+    bpe_encode([str(text)], [str(ids)], vocabulary=gpt2)
+    binarize(job)
+    assert find_encoded([str(text)], [str(ids)], vocabulary=gpt2) is not None
+    assert find_unchanged(job) is not None
+
+    detok(str(raw), str(text))  # the same bytes, and a manifest
+    assert find_encoded([str(text)], [str(ids)], vocabulary=gpt2) is None
+    bpe_encode([str(text)], [str(ids)], vocabulary=gpt2)
+    assert find_encoded([str(text)], [str(ids)], vocabulary=gpt2) is not None
+    assert find_unchanged(job) is None
+    binarize(job)
+    assert find_unchanged(job) is not None
 
 
 def test_several_inputs_are_cut_at_the_same_lines(
