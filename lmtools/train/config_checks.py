@@ -30,6 +30,11 @@ def require_sense(train: TrainConfig, model: Mapping[str, Any]) -> None:
         raise ConfigError("--batch-size or --max-tokens: give at least one")
     if train.max_update is None and train.max_epoch is None and train.stop_time_hours is None:
         raise ConfigError("--max-update, --max-epoch or --stop-time-hours: give at least one, or the run never ends")
+    for name in ("restore_file", "finetune_from"):
+        if getattr(train, name) == "":  # a variable of the shell that is not set
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: is empty, expected a checkpoint; leave it out to start anew"
+            )
     if train.restore_file and train.finetune_from:
         raise ConfigError("--restore-file and --finetune-from: give one of them")
     resets = [name for name in _RESETS if getattr(train, name)]

@@ -15,6 +15,7 @@ import torch
 
 from lmtools.errors import LmtoolsError
 from lmtools.evaluate.perplexity import nats_to_bits
+from lmtools.files import disk_errors
 from lmtools.models.flops import training_flops_per_token
 from lmtools.parallel.mesh import Mesh
 from lmtools.train.config import Run
@@ -286,7 +287,8 @@ def _open_tensorboard(folder: str, num_updates: int) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise LmtoolsError("--tensorboard-logdir: TensorBoard is not installed; pip install 'lmtools[plot]'") from error
-    return SummaryWriter(folder, purge_step=num_updates + 1)
+    with disk_errors(folder):
+        return SummaryWriter(folder, purge_step=num_updates + 1)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -99,6 +99,8 @@ def test_the_vocabulary_is_the_datas_business():
         ("tokens_per_sample = 64\nmax_target_positions = 32", "--tokens-per-sample 64: longer than"),
         ("fp16 = true\nmemory_efficient_bf16 = true", "--fp16 and --bf16"),
         ("restore_file = 'a'\nfinetune_from = 'b'", "--restore-file and --finetune-from: give one"),
+        ("finetune_from = ''", "--finetune-from: is empty, expected a checkpoint; leave it out to start anew"),
+        ("restore_file = ''", "--restore-file: is empty"),
         ("reset_dataloader = true", "--reset-dataloader: says what is not taken from the checkpoint of --restore-file"),
         ("max_update = ", "run.toml: not TOML: "),
     ],

@@ -65,3 +65,10 @@ def test_without_tensorboard_one_line_says_what_to_install(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(LmtoolsError, match=r"--tensorboard-logdir: .* pip install 'lmtools\[plot\]'"):
         train_a_leg(flags(tmp_path, max_update=1))
+
+
+def test_a_file_where_its_folder_should_be_is_one_line(tmp_path):
+    (tmp_path / "logs").write_text("mine")
+    with pytest.raises(LmtoolsError, match=r"logs: is a file, expected a folder$"):
+        train_a_leg(flags(tmp_path, max_update=1))
+    assert (tmp_path / "logs").read_text() == "mine"
