@@ -92,7 +92,9 @@ def evaluate(
     ] = False,
     offload_memory: Annotated[
         float,
-        typer.Option(min=0, help="GiB that --offload may use; as many windows go through a block together as fit."),
+        typer.Option(
+            min=0, max=1e6, help="GiB that --offload may use; as many windows go through a block together as fit."
+        ),
     ] = 6.0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the result to this JSON file.")] = None,
     scores: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from lmtools.cli.memory_options import (
 )
 from lmtools.cli.options import Device, DType, progress_bar, say
 from lmtools.errors import ConfigError, DataError
-from lmtools.files import STDIO, open_binary
+from lmtools.files import STDIO, is_device_or_pipe, open_binary
 
 if TYPE_CHECKING:
     from lmtools.checkpoints.load import Checkpoint
@@ -62,7 +63,9 @@ def generate(
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the draws, which depend on nothing else.")] = 1,
     beam: Annotated[int, typer.Option(min=1, help="Hypotheses of a beam search; 1 is no search.")] = 1,
-    lenpen: Annotated[float, typer.Option(help="Beam search: above 0 favours long text, below 0 short.")] = 1.0,
+    lenpen: Annotated[
+        float, typer.Option(min=-50, max=50, help="Beam search: above 0 favours long text, below 0 short.")
+    ] = 1.0,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on past </s>, which becomes a newline in the text.")
     ] = False,
@@ -89,7 +92,7 @@ def generate(
         ),
     ] = False,
     offload_memory: Annotated[
-        float, typer.Option(min=0, help="GiB that --offload may use; as many prompts go together as fit.")
+        float, typer.Option(min=0, max=1e6, help="GiB that --offload may use; as many prompts go together as fit.")
     ] = 6.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object a line, with ids and log-probabilities.")
@@ -144,7 +147,7 @@ def generate(
     batch_size = batch_size or max(num_texts // beam, 1)
 
     if mp > 1 and not is_worker():
-        with _prompts_for_workers(texts, from_stdin=prompts == STDIO) as more_arguments:
+        with _prompts_for_workers(texts, once=prompts is not None and is_device_or_pipe(prompts)) as more_arguments:
             run_workers([*sys.argv[1:], *more_arguments], num_workers=mp)
         return
 
@@ -215,6 +218,8 @@ def _require_sensible_options(
     """What needs no file to be refused."""
     if (prompt is None) == (prompts is None):
         raise ConfigError("give --prompt TEXT or --prompts FILE, one of them")
+    if not math.isfinite(temperature):
+        raise ConfigError(f"--temperature {temperature}: expected a finite number")
     if not top_p > 0:
         raise ConfigError("--top-p 0: leaves no token; use more than 0, up to 1")
     if temperature == 0 and (top_k or top_p < 1):
@@ -240,15 +245,19 @@ def _encode(codec: Codec, text: str, number: int) -> list[int]:
     from lmtools.preprocess.codec import encode_prompt
 
     try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # an argument's bytes that are no text come as surrogates
+        raise DataError(f"prompt {number}: not UTF-8 (byte 0x{ord(text[error.start]) & 0xFF:02x})") from error
+    try:
         return encode_prompt(codec, text)
     except DataError as error:
         raise DataError(f"prompt {number}: {error}") from error
 
 
 @contextmanager
-def _prompts_for_workers(texts: Sequence[str], *, from_stdin: bool) -> Iterator[list[str]]:
-    """What to add to the workers' command line: standard input can be read only once, so it becomes a file."""
-    if not from_stdin:
+def _prompts_for_workers(texts: Sequence[str], *, once: bool) -> Iterator[list[str]]:
+    """What to add to the workers' command line: standard input or a pipe is read only once, so it becomes a file."""
+    if not once:
         yield []
         return
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", newline="", suffix=".prompts") as file:

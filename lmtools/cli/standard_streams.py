@@ -34,7 +34,7 @@ def checked_standard_streams() -> Iterator[None]:
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding=before.encoding,
-        errors=before.errors,
+        errors="backslashreplace",  # what a terminal's encoding has not, or is in a file's name and no text
         line_buffering=before.line_buffering or before.write_through,
     )
     stream = sys.stdout

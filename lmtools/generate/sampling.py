@@ -45,7 +45,9 @@ def choose(log_probs: Tensor, sampling: Sampling, places: Sequence[tuple[int, in
     """
     if sampling.temperature == 0.0:
         return log_probs.argmax(dim=-1)
-    weights = cut_tail(log_probs.double() / sampling.temperature, sampling.top_k, sampling.top_p).softmax(dim=-1)
+    # From the most probable one, which stays where it is: else a small temperature leaves none of them finite.
+    below = log_probs.double() - log_probs.double().amax(dim=-1, keepdim=True)
+    weights = cut_tail(below / sampling.temperature, sampling.top_k, sampling.top_p).softmax(dim=-1)
     numbers = [uniform(sampling.seed, prompt, position) for prompt, position in places]
     return draw(weights, torch.tensor(numbers, dtype=torch.float64, device=weights.device))
 
@@ -78,7 +80,8 @@ def draw(weights: Tensor, numbers: Tensor) -> Tensor:
     total = sums[:, -1:]
     # A share of the least numbers there are rounds to all of it, which no sum exceeds.
     share = torch.minimum(numbers[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(sums, share, right=True).squeeze(-1)
+    # What is no number exceeds nothing; a token is named all the same, whose probability then tells.
+    return torch.searchsorted(sums, share, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
 
 
 def uniform(seed: int, prompt: int, position: int) -> float:

@@ -231,6 +231,8 @@ REFUSED = {
     "no token": (["--prompt", "and", "--top-p", "0"], 2, "--top-p 0: leaves no token"),
     "greedy top-k": (["--prompt", "and", "--top-k", "3", "--temperature", "0"], 2, "--temperature 0 with --top-k"),
     "a drawn beam": (["--prompt", "and", "--beam", "3", "--temperature", "1"], 2, "--beam with --temperature"),
+    "no temperature": (["--prompt", "and", "--temperature", "inf"], 2, "--temperature inf: expected a finite number"),
+    "no text": (["--prompt", "and", "--prompt", "and \udcff"], 1, "prompt 2: not UTF-8 (byte 0xff)"),
     "ranks": (["--prompt", "and", "--mp", "3"], 2, "--mp 3: does not divide the model's 4 attention heads"),
     "BPE": (["--prompt", "and", "--bpe", "gpt2"], 1, "prompt 1: the BPE token 392 is not in the dictionary"),
 }
@@ -243,6 +245,31 @@ def test_it_is_refused_in_a_line(lmtools, mp4, case):
     assert (ran.code, ran.out) == (code, "")
     assert ran.err.startswith(f"lmtools: {message}")
     assert ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", [["--lenpen", "1000"], ["--lenpen", "nan"], ["--offload-memory", "inf"]])
+def test_numbers_that_nothing_can_be_reckoned_with_are_refused(lmtools, mp4, option):
+    ran = lmtools(*mp4, "--prompt", "and", "--beam", 2, *option)
+    assert (ran.code, ran.out) == (2, "")
+    assert f"Invalid value for '{option[0]}'" in ran.err
+
+
+def test_workers_get_the_prompts_of_a_pipe_in_a_file(lmtools, mp4, monkeypatch):
+    """It can be read only once."""
+    from lmtools.parallel import launch
+
+    started: list[str] = []
+
+    def start(arguments, *, num_workers):
+        started.append(Path(arguments[-1]).read_text())  # the last --prompts is the one that counts
+
+    monkeypatch.setattr(launch, "run_workers", start)
+    reading, writing = os.pipe()
+    os.write(writing, b"and =\n=\n")
+    os.close(writing)
+    assert lmtools(*mp4, "--prompts", f"/dev/fd/{reading}", "--mp", 2).code == 0
+    os.close(reading)
+    assert started == ["and =\n=\n"]
 
 
 def test_prompts_that_are_no_text(lmtools, mp4, tmp_path):

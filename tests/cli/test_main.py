@@ -291,6 +291,21 @@ def test_closed_standard_output_is_one_line():
     assert ran.returncode == 1
 
 
+@pytest.mark.parametrize(
+    ("encoding", "written"), [("ascii", rb"\xfc \udce9"), ("utf-8", "\u00fc".encode() + rb" \udce9")]
+)
+def test_what_standard_output_has_no_bytes_for_is_escaped(encoding, written):
+    """A letter that its encoding has not, and a byte of a file's name that is no text."""
+    printing = r"import lmtools.cli as cli; cli.app = lambda **_: print('\u00fc \udce9'); cli.main()"
+    ran = subprocess.run(
+        [sys.executable, "-c", printing],
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, written + b"\n", b"")
+
+
 def test_messages_do_not_go_to_standard_output_when_standard_error_is_closed():
     command = ["sh", "-c", '"$@" 2>&-', "sh", sys.executable, "-m", "lmtools", "detok", "nonsense", "x"]
     ran = subprocess.run(command, stdout=subprocess.PIPE, check=False)

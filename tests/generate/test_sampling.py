@@ -21,6 +21,18 @@ def test_greedy_takes_the_most_probable_and_the_first_of_equals():
     assert choose(torch.zeros(1, 3), Sampling(), [(0, 0)]).tolist() == [0]
 
 
+@pytest.mark.parametrize("temperature", [1e-310, 1e-5, 1e300])
+def test_any_temperature_draws_a_token(temperature):
+    drawn = choose(LOG_PROBS, Sampling(temperature), [(0, 0)]).tolist()
+    assert drawn == [1] if temperature < 1 else drawn[0] in range(5)
+
+
+def test_what_is_no_number_is_a_token_too():
+    """So that it can be looked up, and refused with its place."""
+    nothing = torch.full((1, 5), torch.nan)
+    assert choose(nothing, Sampling(1.0, top_p=0.9), [(0, 0)]).item() in range(5)
+
+
 def test_top_k():
     assert kept(top_k=1) == [1]
     assert kept(top_k=3) == [1, 3, 4]
