@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 _LAUNCHER_PID = "LMTOOLS_LAUNCHER_PID"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_WORKER_BYTES = 128 << 20
+"""Less than a worker takes before it holds anything: Python and torch."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
@@ -93,6 +95,7 @@ def run_workers(
         grace_seconds: how long they may take to end then. A second signal ends them at once.
 
     Raises:
+        ConfigError: this machine's memory cannot hold so many processes.
         WorkerError: a worker failed or was killed; all of them are gone.
         SystemExit: this process was told to stop; the code is 128 + the signal's number, and the workers are gone.
     """
@@ -100,6 +103,7 @@ def run_workers(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    _require_memory(num_workers)
     _silence_elastic()
     received: list[int] = []
 
@@ -134,6 +138,17 @@ def run_workers(
             raise worker_error(failures) from None
         finally:
             remove_noted_temporaries(error_folder)
+
+
+def _require_memory(num_workers: int) -> None:
+    """Each process is started before any can say that it has no place: too many would take the machine with them."""
+    num_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_workers * _WORKER_BYTES > num_bytes:
+        raise ConfigError(
+            f"{num_workers} processes need {num_workers * _WORKER_BYTES / 2**30:,.0f} GiB of memory before they hold "
+            f"anything, this machine has {num_bytes / 2**30:,.0f}; choose smaller --mp and --dp, or start them on "
+            "several machines with torchrun"
+        )
 
 
 @contextmanager

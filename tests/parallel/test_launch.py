@@ -137,6 +137,12 @@ def test_what_the_user_has_set_stays(tmp_path: Path, marker: str, monkeypatch: p
     assert (environment["OMP_NUM_THREADS"], environment["GLOO_SOCKET_IFNAME"]) == ("5", "eth7")
 
 
+def test_more_processes_than_the_machine_can_hold_are_refused_before_any_starts(tmp_path):
+    with pytest.raises(ConfigError, match=r"^100000 processes need 12,500 GiB of memory before they hold anything"):
+        run_workers([str(tmp_path)], num_workers=100_000, command=(sys.executable, "-c", WRITE_ENVIRONMENT))
+    assert not list(tmp_path.iterdir())
+
+
 def test_job_variables_that_count_machines_do_not_make_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node0"}.items():
         monkeypatch.setenv(name, value)
