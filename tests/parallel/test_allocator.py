@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import sys
 import pytest
 
 PAGE_FAULTS = """
-import json, resource
+import json, os, resource
 import torch
 from lmtools.parallel.allocator import keep_freed_memory
 
@@ -26,6 +27,7 @@ for device in ("cuda", "cpu"):
     keep_freed_memory(torch.device(device))
     faults()
     found[device] = faults()
+found["kernels"] = [os.environ[name] for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")]
 print(json.dumps(found))
 """
 """Of 8 steps that write and free 80 MiB each."""
@@ -33,8 +35,13 @@ print(json.dumps(found))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps memory in its own way")
 def test_what_was_freed_is_used_again_without_a_page_fault():
-    done = subprocess.run([sys.executable, "-c", PAGE_FAULTS], capture_output=True, text=True, check=True)
+    environment = {name: value for name, value in os.environ.items() if "CACHE_CAPACITY" not in name}
+    environment["LRU_CACHE_CAPACITY"] = "7"
+    done = subprocess.run(
+        [sys.executable, "-c", PAGE_FAULTS], capture_output=True, text=True, check=True, env=environment
+    )
     faults = json.loads(done.stdout)
     assert faults["default"] > 100
     assert faults["cuda"] > faults["default"] / 2, "with a GPU the C library has little to do with activations"
     assert faults["cpu"] < faults["default"] / 20
+    assert faults["kernels"] == ["7", "128"], "few kernels are kept, or as many as the user says"
