@@ -264,18 +264,22 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
     """Fill a folder so that it is complete or absent.
 
     Args:
-        path: the target folder, which must not exist or be empty.
+        path: the target folder, which must not exist or be empty; where a link is there, the folder that it points to.
 
     Yields:
         A temporary folder beside it. When the block ends without an exception it takes the target's name.
 
     Raises:
-        LmtoolsError: the target has content, or the disk is full or not writable.
+        LmtoolsError: the target has content or cannot be replaced, or the disk is full or not writable.
     """
-    target = Path(path)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise LmtoolsError(f"{target}: exists already; choose another name or remove it")
-    with disk_errors(target):
+    target = Path(os.path.realpath(path))
+    if target.exists():
+        if not target.is_dir() or any(target.iterdir()):
+            raise LmtoolsError(f"{path}: exists already; choose another name or remove it")
+        if target == Path.cwd() or target.is_mount():
+            kind = "a mount point" if target.is_mount() else "the current folder"
+            raise LmtoolsError(f"{path}: is {kind}, in whose place no other can be put; name a folder in it")
+    with disk_errors(path):
         target.parent.mkdir(parents=True, exist_ok=True)
         with _temporary_name(target) as temporary:
             try:

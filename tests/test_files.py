@@ -404,6 +404,37 @@ def test_a_folder_with_content_is_refused(tmp_path: Path) -> None:
             pytest.fail("the block was begun")
 
 
+def test_the_folder_that_a_link_points_to_is_filled(tmp_path: Path) -> None:
+    for name in ("there", "new"):
+        (tmp_path / f"link to {name}").symlink_to(name)
+    (tmp_path / "there").mkdir()
+    for name in ("there", "new"):
+        with atomic_directory(tmp_path / f"link to {name}") as folder:
+            (folder / "file").touch()
+        assert (tmp_path / f"link to {name}").readlink() == Path(name)
+        assert names(tmp_path / name) == ["file"]
+    assert names(tmp_path) == ["link to new", "link to there", "new", "there"]
+
+
+@pytest.mark.parametrize("name", [".", "../here", "link"])
+def test_the_current_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Who is in it would be in a folder that is no more."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to("here")
+    monkeypatch.chdir(tmp_path / "here")
+    path = tmp_path / "link" if name == "link" else Path(name)
+    with pytest.raises(LmtoolsError, match="is the current folder, in whose place"), atomic_directory(path):
+        pytest.fail("the block was begun")
+    assert names(tmp_path) == ["here", "link"]
+
+
+def test_a_mount_point_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the block: a rename onto it would fail after all the work."""
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    with pytest.raises(LmtoolsError, match="is a mount point, in whose place"), atomic_directory(tmp_path):
+        pytest.fail("the block was begun")
+
+
 def test_a_folder_that_another_process_has_written_meanwhile_stays(tmp_path: Path) -> None:
     def fill() -> None:
         with atomic_directory(tmp_path / "folder"):
