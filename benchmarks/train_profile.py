@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lmtools.parallel.allocator import keep_freed_memory
+from lmtools.parallel.allocator import tune_cpu_memory
 from lmtools.parallel.mesh import open_mesh
 from lmtools.train.config import resolve
 from lmtools.train.data import open_data
@@ -54,7 +54,7 @@ def shares_of_an_update(config_file: Path, num_warm_up: int = 2) -> dict[str, fl
     with open_mesh(dp=config.dp, tp=config.mp, device=config.device) as mesh:
         data = open_data(config)
         state, _ = start_state(run, data, mesh)
-        keep_freed_memory(mesh.device)
+        tune_cpu_memory(mesh.device)
         measured = profile(activities=[ProfilerActivity.CPU])
         for number, (update, batches) in enumerate(
             islice(updates(data, config, state.progress.position, mesh), num_warm_up + 1)

@@ -182,7 +182,7 @@ def evaluate(
     from lmtools.evaluate.result import checkpoint_hashes
     from lmtools.evaluate.run import score_split
     from lmtools.evaluate.splits import open_split, require_rows
-    from lmtools.parallel.allocator import keep_freed_memory
+    from lmtools.parallel.allocator import tune_cpu_memory
     from lmtools.parallel.launch import is_worker, run_workers
     from lmtools.parallel.mesh import open_mesh
 
@@ -254,7 +254,7 @@ def evaluate(
                 model = load_transformer_lm(checkpoint, mesh, getattr(torch, dtype.value), progress=advance)
             hashes = checkpoint_hashes(checkpoint.paths, mesh, progress=advance)
         if not offload:  # what is read block by block is to stay within --offload-memory
-            keep_freed_memory(mesh.device)
+            tune_cpu_memory(mesh.device)
         for split, bounds in zip(splits, batches, strict=True):
             with bar_of_rank_0(mesh, f"eval {split.name}", split.tokens_to_score, "tokens") as advance:
                 scored.append(

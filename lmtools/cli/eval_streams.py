@@ -60,7 +60,7 @@ def evaluate_streams(
     from lmtools.evaluate.splits import open_split, require_vocabulary
     from lmtools.evaluate.streams import score_streams, scored_part
     from lmtools.models.transformer_xl import TransformerXL
-    from lmtools.parallel.allocator import keep_freed_memory
+    from lmtools.parallel.allocator import tune_cpu_memory
     from lmtools.parallel.launch import is_worker, run_workers
     from lmtools.parallel.mesh import open_mesh
 
@@ -117,7 +117,7 @@ def evaluate_streams(
             assert isinstance(model, TransformerXL)
             words = () if vocabulary is None else (vocabulary.path,)
             hashes = checkpoint_hashes([*checkpoint.paths, *words], mesh, progress=advance)
-        keep_freed_memory(mesh.device)
+        tune_cpu_memory(mesh.device)
         scored = []
         for split, cut in zip(whole, streams, strict=True):
             with bar_of_rank_0(mesh, f"eval {split.name}", cut.num_targets, "tokens") as advance:

@@ -91,7 +91,7 @@ def _train(run: Run, ignored: list[str]) -> None:
         return
 
     from lmtools.files import atomic_write_text
-    from lmtools.parallel.allocator import keep_freed_memory
+    from lmtools.parallel.allocator import tune_cpu_memory
     from lmtools.train.loop import train as run_loop
     from lmtools.train.precision import parameter_dtype
     from lmtools.train.report import Reporter
@@ -107,7 +107,7 @@ def _train(run: Run, ignored: list[str]) -> None:
             report.begin(state.progress, origin, num_parameters, dtype, is_continued=state.is_continued)
             if mesh.rank == 0:
                 atomic_write_text(Path(config.save_dir) / "config.toml", to_toml(run))
-            keep_freed_memory(mesh.device)
+            tune_cpu_memory(mesh.device)
             received = run_loop(run, data, state, mesh, report, stop)
         finally:
             report.close()

@@ -1,9 +1,12 @@
-"""What the C library does with memory that a process frees, where a model runs on CPUs.
+"""What becomes of freed memory, and of kernels, where a model runs on CPUs.
 
 glibc gives a large block back to the kernel as soon as it is freed, and the next one of that size is faulted in and
 zeroed page by page. Every update of training frees and asks again for all its activations: 6 layers, d 512 and 4 blocks
 of 1,024 tokens are 170,000 page faults an update, 0.3 s of system time in 4 s on 2 cores. GPUs are not concerned:
 there torch keeps freed memory itself.
+
+In bfloat16 torch keeps a kernel for each shape of a product, 1,024 of them: windows of many lengths, as of
+`--sample-break-mode eos`, took 2 GB for these.
 """
 
 from __future__ import annotations
@@ -18,16 +21,14 @@ import torch
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 _KERNEL_CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-"""In bfloat16 torch keeps a kernel for each shape of a product, 1,024 of them: windows of many lengths, as of
-`--sample-break-mode eos`, took 2 GB for these. oneDNN reads the variables when it first computes."""
+"""oneDNN reads these variables when it first computes."""
 
 
-def keep_freed_memory(device: torch.device) -> None:
-    """From now on this process keeps what it frees and uses it again, if it computes on a CPU.
+def tune_cpu_memory(device: torch.device) -> None:
+    """Have this process keep what it frees and use it again, and keep few kernels, if it computes on a CPU.
 
-    Of torch's kernels it keeps few, unless the user's environment says how many.
-    It holds its high-water mark until it ends, so call it when the model is loaded and what loading needed is free.
-    Without glibc nothing changes.
+    How many kernels is for the environment to say, if it does. The process holds its high-water mark until it ends, so
+    call it when the model is loaded and what loading needed is free. Without glibc nothing is kept but the kernels.
 
     Args:
         device: where this rank computes.

@@ -21,9 +21,9 @@ EVAL = "eval {golden}/bin --path {golden}/mp4"
     ],
     ids=["train", "eval", "eval offload", "eval streams"],
 )
-def test_commands_that_keep_freed_memory(lmtools, golden: Path, tmp_path: Path, monkeypatch, command: str, kept: bool):
+def test_commands_that_tune_cpu_memory(lmtools, golden: Path, tmp_path: Path, monkeypatch, command: str, kept: bool):
     devices: list[torch.device] = []
-    monkeypatch.setattr("lmtools.parallel.allocator.keep_freed_memory", devices.append)
+    monkeypatch.setattr("lmtools.parallel.allocator.tune_cpu_memory", devices.append)
     ran = lmtools(*command.format(golden=golden, tmp=tmp_path).split(), *["--device", "cpu"])
     assert ran.code == 0, ran.err
     assert devices == [torch.device("cpu")] * kept

@@ -13,7 +13,7 @@ import pytest
 PAGE_FAULTS = """
 import json, os, resource
 import torch
-from lmtools.parallel.allocator import keep_freed_memory
+from lmtools.parallel.allocator import tune_cpu_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -24,7 +24,7 @@ def faults():
 
 found = {"default": faults()}
 for device in ("cuda", "cpu"):
-    keep_freed_memory(torch.device(device))
+    tune_cpu_memory(torch.device(device))
     faults()
     found[device] = faults()
 found["kernels"] = [os.environ[name] for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")]
