@@ -82,15 +82,21 @@ def train(run: Run, data: RunData, state: TrainState, mesh: Mesh, report: Report
     progress = state.progress
     started = time.monotonic() - progress.seconds
 
-    def validate_splits() -> None:
-        losses = [
-            validate(state.model, split, config, mesh, eos_index=data.dictionary.eos_index) for split in data.valid
-        ]
+    def validate_splits() -> bool:
+        """Whether no signal came before the end."""
+        losses = []
+        for split in data.valid:
+            loss = validate(state.model, split, config, mesh, stop, eos_index=data.dictionary.eos_index)
+            if loss is None:
+                return False
+            losses.append(loss)
         keeper.note_validation(losses)
         report.validation(losses, progress)
+        return True
 
     if progress.owes_validation and data.valid:
-        validate_splits()
+        if not validate_splits():
+            return stop.received or signal.SIGTERM
         keeper.amend_last()
     for update, batches in updates(data, run, progress.position, mesh):
         if finished(config, progress):
@@ -113,20 +119,20 @@ def train(run: Run, data: RunData, state: TrainState, mesh: Mesh, report: Report
         progress.num_skipped += not made
         report.update(result, state, epoch=update.epoch)
 
-        stopping = result.stop_signal != 0
+        stop_signal = result.stop_signal
         if keeper.validation_is_due(
             update.epoch, made=made, end_of_epoch=end_of_epoch, finished=finished(config, progress)
         ):
-            if stopping:  # whoever asks to save and end may not wait for it
-                progress.owes_validation = True
-            else:
-                validate_splits()
-        stopping = stopping or finished(config, progress)
+            # Whoever asks to save and end may not wait for it.
+            progress.owes_validation = bool(stop_signal) or not validate_splits()
+            if progress.owes_validation:
+                stop_signal = stop_signal or stop.received or signal.SIGTERM
+        stopping = bool(stop_signal) or finished(config, progress)
         keeper.save_if_due(update.epoch, made=made, end_of_epoch=end_of_epoch, stopping=stopping)
         report.next_update()
-        if result.stop_signal:
+        if stop_signal:
             keeper.wait()
-            return result.stop_signal
+            return stop_signal
     keeper.wait()
     return 0
 

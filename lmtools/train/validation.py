@@ -21,6 +21,7 @@ from lmtools.train.batch import Batch, make_batch, make_stream_batch
 from lmtools.train.config import TrainConfig
 from lmtools.train.data import Blocks, cut_blocks_for_validation, validation_batches
 from lmtools.train.memory import Memories, first_memories
+from lmtools.train.signals import StopSignal
 from lmtools.train.step import loss_sum, sum_over_ranks
 
 
@@ -59,9 +60,24 @@ class Validation:
 
 
 @torch.no_grad()
-def validate(model: nn.Module, blocks: Blocks, config: TrainConfig, mesh: Mesh, *, eos_index: int) -> Validation:
-    """Score a split with the model as it is. Every rank must call it, and each gets the result."""
+def validate(
+    model: nn.Module, blocks: Blocks, config: TrainConfig, mesh: Mesh, stop: StopSignal, *, eos_index: int
+) -> Validation | None:
+    """Score a split with the model as it is. Every rank must call it, and each gets the result.
+
+    Args:
+        model: split or whole; it is in training mode again afterwards.
+        blocks: the split.
+        config: the run.
+        mesh: where we are.
+        stop: tells of a signal that asks to save and end.
+        eos_index: stands before the stream's first token.
+
+    Returns:
+        None if a rank has received such a signal before the end.
+    """
     model.eval()
+    is_stopped = False
     total_nats = 0.0
     num_tokens = 0
     memories: Memories = None  # of this split alone
@@ -73,10 +89,16 @@ def validate(model: nn.Module, blocks: Blocks, config: TrainConfig, mesh: Mesh, 
             loss, memories = loss_sum(model, batch, mesh.device, memories)
         total_nats += float((loss.full_tensor() if isinstance(loss, DTensor) else loss).double())
         num_tokens += int((batch.targets != IGNORED).sum())
+        [num_stopped] = sum_over_ranks([bool(stop.received)], mesh)
+        is_stopped = num_stopped > 0
+        if is_stopped:
+            break
     model.train()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # which a forward pass leaves to the backward pass to come
+    if is_stopped:
+        return None
     summed_nats, summed_tokens = sum_over_ranks([total_nats, num_tokens], mesh)
     # The ranks of a tp group hold the same sums; dividing by their number counts them once.
     nats, tokens = summed_nats / mesh.tp_size, round(summed_tokens / mesh.tp_size)

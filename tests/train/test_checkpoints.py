@@ -218,7 +218,7 @@ def names_after_validation(zero: int) -> tuple[set[str], set[str]]:
     state = state_of_noise(run, mesh, vocab_size=144, dtype=torch.float32)
     advance(run, data, state, mesh, 1)
     before = set(state.tensors())
-    validation.validate(state.model, data.valid[0], run.train, mesh, eos_index=2)
+    validation.validate(state.model, data.valid[0], run.train, mesh, StopSignal(), eos_index=2)
     # What FSDP has gathered for the forward pass is another object than the parameter that the optimizer knows.
     assert set(map(id, state.parameters.values())) == set(map(id, state.model.parameters()))
     return before, set(state.tensors())

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from lmtools.checkpoints.training import read_record
-from lmtools.train import start
+from lmtools.train import start, validation
 from lmtools.train.checkpoints import LAST
 from lmtools.train.signals import StopSignal
+from lmtools.train.step import loss_sum
 from tests.support.ranks import run_ranks
 from tests.support.training import Leg, metrics, train_a_leg
 
@@ -102,13 +103,31 @@ def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint_and_its_metrics_
     assert kinds == expected
 
 
-def test_the_validation_that_a_signal_came_before_is_made_when_the_run_goes_on(tmp_path: Path):
+@pytest.mark.parametrize("during_validation", [False, True])
+def test_a_signal_ends_the_run_without_the_validation_which_is_made_when_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during_validation: bool
+):
     flags = {"valid_subset": "valid", "validate_interval_updates": 2, "batch_size": 128, "keep_best_checkpoints": 9}
+    flags |= {"batch_size_valid": 100}  # 4 batches
     legs(flags, tmp_path / "stopped", [1])
     stop = StopSignal()
-    stop.received = signal.SIGTERM
+    num_batches = 0
+
+    def loss_sum_and_signal(*arguments: Any) -> Any:
+        nonlocal num_batches
+        num_batches += 1
+        if num_batches == 2:
+            stop.received = signal.SIGTERM
+        return loss_sum(*arguments)
+
+    if during_validation:
+        monkeypatch.setattr(validation, "loss_sum", loss_sum_and_signal)
+    else:
+        stop.received = signal.SIGTERM
     stopped = train_a_leg({**flags, "save_dir": str(tmp_path / "stopped")}, stop)
     assert (stopped.received, stopped.progress["num_updates"], stopped.progress["owes_validation"]) == (15, 2, True)
+    assert num_batches == (2 if during_validation else 0)
+    monkeypatch.undo()
     with open(tmp_path / "stopped" / "metrics.jsonl", "a") as stream:  # as if killed after the validation was made
         stream.write('{"kind": "valid", "num_updates": 2, "num_skipped": 0}\n')
     resumed = legs(flags, tmp_path / "stopped", [3])[0]

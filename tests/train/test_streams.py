@@ -16,6 +16,7 @@ from lmtools.errors import CheckpointError, ConfigError, DataError
 from lmtools.train import loop, start
 from lmtools.train.config import resolve
 from lmtools.train.data import open_data
+from lmtools.train.signals import StopSignal
 from lmtools.train.start import start_state
 from lmtools.train.validation import validate
 from tests.support.ranks import run_ranks
@@ -160,7 +161,10 @@ def losses_with(ext_len: int) -> tuple[float, float]:
     state = state_of_noise(run, mesh, vocab_size=len(data.dictionary), dtype=torch.float64)
     [update] = advance(run, data, state, mesh, 1)
     state = state_of_noise(run, mesh, vocab_size=len(data.dictionary), dtype=torch.float64)
-    validation = validate(state.model, data.valid[0], run.train, mesh, eos_index=data.dictionary.eos_index)
+    validation = validate(
+        state.model, data.valid[0], run.train, mesh, StopSignal(), eos_index=data.dictionary.eos_index
+    )
+    assert validation is not None
     return update.loss_sum, validation.total_nats
 
 
