@@ -57,7 +57,7 @@ def shares_of_an_update(config_file: Path, num_warm_up: int = 2) -> dict[str, fl
         tune_cpu_memory(mesh.device)
         measured = profile(activities=[ProfilerActivity.CPU])
         for number, (update, batches) in enumerate(
-            islice(updates(data, config, state.progress.position, mesh), num_warm_up + 1)
+            islice(updates(data, run, state.progress.position, mesh), num_warm_up + 1)
         ):
             if number == num_warm_up:
                 measured.start()

@@ -150,7 +150,7 @@ def test_failed_stage_says_how_to_go_on(lmtools, own, tmp_path):
     assert ran.err.splitlines()[-1].startswith(f"lmtools: {tmp_path}/a.json: outputs is [")  # the recipe's own fault
 
 
-@pytest.mark.parametrize("changed", ["a.raw", "a.json"])
+@pytest.mark.parametrize("changed", ["a.raw", pytest.param("a.json", marks=pytest.mark.slow)])
 def test_stage_runs_again_when_a_file_has_changed(lmtools, own, tmp_path, changed):
     (tmp_path / "b.raw").write_text("z\n")
     lmtools(*own)

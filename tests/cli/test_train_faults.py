@@ -60,7 +60,11 @@ def num_saved(folder: Path) -> int:
 
 @pytest.mark.parametrize(
     ("number", "exit_code", "mp"),
-    [pytest.param(signal.SIGTERM, 143, 2, marks=pytest.mark.slow), (signal.SIGINT, 130, 1), (signal.SIGUSR1, 138, 1)],
+    [
+        pytest.param(signal.SIGTERM, 143, 2, marks=pytest.mark.slow),
+        (signal.SIGINT, 130, 1),
+        pytest.param(signal.SIGUSR1, 138, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_saves_then_ends_and_the_same_command_goes_on(
     start: Start, folder: Path, marker: str, number, exit_code, mp
