@@ -174,7 +174,7 @@ def eval_xglm(data: Path, config: TransformerLMConfig, num_windows: int, threads
     from transformers import XGLMConfig, XGLMForCausalLM
 
     torch.set_num_threads(threads)
-    model = XGLMForCausalLM(
+    model = XGLMForCausalLM(  # type: ignore[no-untyped-call]
         XGLMConfig(
             vocab_size=config.vocab_size,
             max_position_embeddings=SAMPLE,

@@ -29,6 +29,7 @@ from torch import nn
 from lmtools.checkpoints.load import open_checkpoint
 from lmtools.checkpoints.offload import load_offloaded, windows_together
 from lmtools.evaluate.scoring import make_batch, score_batch
+from lmtools.models.architectures import TransformerLMConfig
 
 
 @dataclass
@@ -88,6 +89,7 @@ def measure(folder: Path, *, windows: int, length: int, dtype: torch.dtype, memo
     checkpoint = open_checkpoint(folder)
     for path in checkpoint.paths:
         drop_from_page_cache(path)
+    assert isinstance(checkpoint.config, TransformerLMConfig)
     fit = windows_together(checkpoint.config, memory_bytes=int(memory_gib * 2**30), length=length, dtype=dtype)
     started = time.monotonic()
     model = load_offloaded(checkpoint, torch.device("cpu"), dtype)

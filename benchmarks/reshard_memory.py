@@ -93,7 +93,7 @@ def measure_all(folder: Path, layers: Sequence[int], containers: Sequence[str]) 
     for num_layers in layers:
         there = folder / str(num_layers)
         # In a process of its own: a process hands its high-water mark on to its children.
-        write = ["--write", there, "--layers", str(num_layers), "--inputs", *containers]
+        write = ["--write", str(there), "--layers", str(num_layers), "--inputs", *containers]
         subprocess.run([sys.executable, __file__, *write], check=True)
         for container in containers:
             measured += [measure_reshard(there, container, *target) for target in TARGETS[container]]

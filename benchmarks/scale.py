@@ -38,7 +38,7 @@ class Stage(NamedTuple):
 def stages() -> list[Stage]:
     """All three, from the tables of their own benchmarks."""
     detok, bpe, binarize = ((RESULTS / f"{name}.md").read_text() for name in ("detok", "bpe", "binarize"))
-    raw_mb, text_mb, ids_mb = (int(re.search(r"([\d,]+) bytes", of)[1].replace(",", "")) / 1e6 for of in
+    raw_mb, text_mb, ids_mb = (int(re.findall(r"([\d,]+) bytes", of)[0].replace(",", "")) / 1e6 for of in
                                (detok, bpe, binarize))  # fmt: skip
     raw_of_text = 1_290_590 / 1_238_056  # wiki.test.raw and wiki.test.detok
     ids_of_text = ids_mb / text_mb
@@ -56,7 +56,7 @@ def net(report: str, row: str, number: int) -> float:
 
 def column(report: str, row: str, number: int) -> float:
     """A number of the first row whose name ends in `row`."""
-    cells = re.search(rf"^\| [^|]*{re.escape(row)} \|(.*)\|$", report, flags=re.MULTILINE)[1].split("|")
+    cells = re.findall(rf"^\| [^|]*{re.escape(row)} \|(.*)\|$", report, flags=re.MULTILINE)[0].split("|")
     return float(cells[number].replace(",", ""))
 
 

@@ -143,7 +143,7 @@ def bare_tiktoken(text: Path, workers: int, runs: int) -> float:
         medians.append(
             statistics.median(json.loads(subprocess.check_output(command)) for _ in range(runs)),
         )
-    return min(medians)
+    return float(min(medians))
 
 
 if __name__ == "__main__":

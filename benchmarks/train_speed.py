@@ -97,7 +97,8 @@ class PlainBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        fed_forward: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + fed_forward
 
 
 class PlainModel(nn.Module):
@@ -149,7 +150,7 @@ def run_loop(kind: str, dtype: str, shape: Shape, data: Path, num_updates: int) 
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
             logits = model(tokens) if kind == "plain" else model(input_ids=tokens).logits
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

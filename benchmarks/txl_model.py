@@ -46,9 +46,9 @@ Step = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
 
 def transformers_model(options: dict[str, Any]) -> tuple[nn.Module, Step]:
-    from transformers import TransfoXLConfig, TransfoXLLMHeadModel, logging
+    from transformers import TransfoXLConfig, TransfoXLLMHeadModel, logging  # type: ignore[attr-defined]
 
-    logging.set_verbosity_error()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     model = TransfoXLLMHeadModel(
@@ -93,7 +93,7 @@ def lmtools_model(options: dict[str, Any], weights: Path) -> tuple[nn.Module, St
 def peak_mib() -> float:
     """This process's own; getrusage's maximum begins at what the process that started it held."""
     status = Path("/proc/self/status").read_text()
-    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 1024
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) / 1024
 
 
 def measure(which: str, job: str, threads: int, weights: Path) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def measure(which: str, job: str, threads: int, weights: Path) -> dict[str, Any]
             start = time.perf_counter()
             loss, memories = step(tokens, memories)
             if training:
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
             seconds.append(time.perf_counter() - start)
             if training:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.25)
