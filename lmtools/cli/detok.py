@@ -19,7 +19,8 @@ from lmtools.cli.options import (
     say,
 )
 from lmtools.cli.text_workers import SchedulerOption, absolute_names, text_workers
-from lmtools.files import COMPRESSED_SUFFIXES, STDIO, disk_errors
+from lmtools.compressed import COMPRESSED_SUFFIXES
+from lmtools.files import STDIO, disk_errors
 
 
 def detok(

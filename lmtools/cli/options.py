@@ -13,8 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
+from lmtools.compressed import COMPRESSED_SUFFIXES
 from lmtools.errors import ConfigError
-from lmtools.files import COMPRESSED_SUFFIXES, STDIO
+from lmtools.files import STDIO
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 

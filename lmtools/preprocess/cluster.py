@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmtools import __version__
+from lmtools.compressed import COMPRESSED_SUFFIXES
 from lmtools.errors import ConfigError, WorkerError
-from lmtools.files import COMPRESSED_SUFFIXES, disk_errors, is_device_or_pipe
+from lmtools.files import disk_errors, is_device_or_pipe
 from lmtools.preprocess.workers import answer
 
 if TYPE_CHECKING:

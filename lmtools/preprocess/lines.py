@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from lmtools.compressed import COMPRESSED_SUFFIXES
 from lmtools.errors import DataError
-from lmtools.files import COMPRESSED_SUFFIXES, disk_errors, is_device_or_pipe, open_binary
+from lmtools.files import disk_errors, is_device_or_pipe, open_binary
 
 _READ_BYTES = 1 << 20
 # Plain writing says what is wrong with a stream that is not open for it, or does the work.
