@@ -30,6 +30,7 @@ from lmtools.errors import DataError
 from lmtools.files import disk_errors, is_device_or_pipe, open_binary
 
 _READ_BYTES = 1 << 20
+_REMOVALS = 100
 # Plain writing says what is wrong with a stream that is not open for it, or does the work.
 _NO_SENDFILE = (errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.ENOTSOCK, errno.ENOTSUP)
 
@@ -178,8 +179,18 @@ def scratch_folder(output: str | Path) -> Iterator[Path]:
         gone = folder.with_name(f"{folder.name}.gone")
         with suppress(OSError):
             folder.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        for name in (gone, folder):
+            _remove_folder(name)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a folder with all that is in it, also what is made in it meanwhile; leave it if it may not be removed."""
+    # Whoever had found the folder before it was renamed may still make a file in it, after its files were listed; on a
+    # network's disk for seconds. The folder that is not empty then is listed again.
+    for _ in range(_REMOVALS):
         shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.lexists(folder):
+            return
 
 
 @contextmanager

@@ -190,6 +190,26 @@ def test_the_scratch_folder_goes_though_a_task_elsewhere_still_writes_into_it(tm
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_scratch_folder_goes_though_a_file_is_made_in_it_while_it_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rmdir = os.rmdir
+    made: list[str] = []
+
+    def make_a_file_first(path: str, *, dir_fd: int | None = None) -> None:
+        # As by a task that had found the folder before it was renamed, and makes its file after the files were listed.
+        if len(made) < 3:
+            made.append(f"late-{len(made)}")
+            (Path(path) / made[-1]).write_bytes(b"a part")
+        rmdir(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "rmdir", make_a_file_first)
+    with scratch_folder(tmp_path / "output") as scratch:
+        (scratch / "part").write_bytes(b"text")
+    assert made == ["late-0", "late-1", "late-2"]
+    assert list(tmp_path.iterdir()) == []
+
+
 def fail_in_a_part(part: Path) -> None:
     with write_part(part) as stream:
         stream.write(b"half of it")
