@@ -41,6 +41,7 @@ class Reporter:
         """
         self._config = run.train
         self._speaks = mesh.rank == 0
+        self._logs = self._speaks and (run.train.log_format != "none" or run.train.tensorboard_logdir is not None)
         self._device = mesh.device
         self._flops_per_token = training_flops_per_token(
             vocab_size=vocab_size, tokens_per_sample=run.train.tokens_per_sample, fields=run.model
@@ -70,7 +71,8 @@ class Reporter:
         config = self._config
         made, skipped = (progress.num_updates, progress.num_skipped) if is_continued else (0, 0)
         self._metrics.cut(made, skipped, owes_validation=progress.owes_validation)
-        self._peak = PeakFlops(self._device, dtype, self._world_size)
+        if self._logs:
+            self._peak = PeakFlops(self._device, dtype, self._world_size)
         if config.tensorboard_logdir is not None:
             self._tensorboard = _open_tensorboard(config.tensorboard_logdir, progress.num_updates)
         num_updates = progress.num_updates
@@ -109,7 +111,7 @@ class Reporter:
         self._interval.add(result, seconds=update_seconds)
         if self._line is not None:
             self._line.update(num_updates)
-        if num_updates % self._config.log_interval == 0 or num_updates == 1:
+        if self._logs and (num_updates % self._config.log_interval == 0 or num_updates == 1):
             self._log(result, state, epoch)
 
     def _log(self, result: UpdateResult, state: TrainState, epoch: int) -> None:

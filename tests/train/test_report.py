@@ -76,6 +76,18 @@ def test_a_reports_speed_is_that_of_the_updates_alone(tmp_path: Path, monkeypatc
     assert (updates.tolist(), rates.tolist()) == ([2, 3, 4, 5, 6], (run.train.weights[1:] / 2).tolist())
 
 
+def test_the_peak_is_measured_only_where_a_share_of_it_is_shown(tmp_path: Path, monkeypatch, capsys):
+    measured: list[object] = []
+    monkeypatch.setattr("lmtools.train.utilisation.matmul_flops_per_second", lambda *_: measured.append(1) or 1e12)
+    flags = {"no_save": True, "max_update": 2}
+    train_a_leg(flags | {"save_dir": str(tmp_path / "none"), "log_format": "none"})
+    assert (measured, capsys.readouterr().err) == ([], "")
+    train_a_leg(flags | {"save_dir": str(tmp_path / "json"), "log_format": "json"})
+    assert (len(measured), capsys.readouterr().err.count("flop_utilisation")) == (1, 1)
+    train_a_leg(flags | {"save_dir": str(tmp_path / "board"), "tensorboard_logdir": str(tmp_path / "board")})
+    assert len(measured) == 2
+
+
 @pytest.mark.parametrize("num_columns", [40, 80, 200])
 def test_on_a_terminal_of_any_width_all_of_the_line_is_there_and_the_bar_too(monkeypatch, capfd, num_columns):
     monkeypatch.setenv("COLUMNS", str(num_columns))
