@@ -269,6 +269,7 @@ def evaluate(
                         journal_path=_journal_path(journal_beside, split.name),
                         identity={"lmtools": __version__} | settings | checkpoint.identity() | split.identity(),
                         resume=resume,
+                        say=say,
                         progress=advance,
                     )
                 )

@@ -12,7 +12,7 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,18 +35,23 @@ class ScoreJournal:
         self._stream = stream
 
     @classmethod
-    def create(cls, path: Path, identity: Mapping[str, Any]) -> ScoreJournal:
+    def create(cls, path: Path, identity: Mapping[str, Any], say: Callable[[str], None]) -> ScoreJournal:
         """Start a new journal, in place of any that is there.
 
         Args:
             path: the file.
             identity: everything that the scores depend on; JSON values.
+            say: called with a line about the scores that are lost with an old one, if it has any.
 
         Raises:
             ConfigError: a running evaluation has it open.
         """
         with disk_errors(path), _opened(path) as stream:
-            stream.truncate()
+            header, scores = stream.readline(), _sound_scores(stream.read())
+            found = _identity_of(header)
+            if found is not None and len(scores):
+                say(f"{path}: {_discarded(len(scores), found, identity)}")
+            stream.truncate(stream.seek(0))
             _write_all(stream, json.dumps(identity, sort_keys=True).encode() + b"\n")
             return cls(path, stream)
 
@@ -69,9 +74,8 @@ class ScoreJournal:
                 differs.
         """
         with disk_errors(path), _opened(path) as stream:
-            header, data = stream.readline(), stream.read()
+            header, scores = stream.readline(), _sound_scores(stream.read())
             _require_same(path, header, identity)
-            scores = _sound_prefix(np.frombuffer(data[: len(data) - len(data) % _SCORE.itemsize], dtype=_SCORE))
             num_rounds = int(np.searchsorted(tokens_after_rounds, len(scores), side="right"))
             num_tokens = int(tokens_after_rounds[num_rounds - 1]) if num_rounds else 0
             stream.truncate(stream.seek(len(header) + num_tokens * _SCORE.itemsize))
@@ -119,26 +123,48 @@ def _write_all(stream: BinaryIO, data: bytes) -> None:
         view = view[stream.write(view) :]
 
 
-def _sound_prefix(scores: Scores) -> Scores:
+def _sound_scores(data: bytes) -> Scores:
     """What can be scores, up to the first that cannot: after a power cut, blocks of a file may be zeros, or anything.
 
     A log-probability may be 0, but not all at the end: these are scored again.
     """
+    scores = np.frombuffer(data[: len(data) - len(data) % _SCORE.itemsize], dtype=_SCORE)
     unsound = np.flatnonzero(~(np.isfinite(scores) & (scores <= 0)))
     prefix = scores[: unsound[0]] if len(unsound) else scores
     return np.trim_zeros(prefix, "b")
 
 
-def _require_same(path: Path, header: bytes, identity: Mapping[str, Any]) -> None:
+def _discarded(num_tokens: int, found: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
+    """What is said of scores that no run goes on from."""
+    key = _first_difference(found, identity)
+    if key is None:
+        return f"{num_tokens:,} tokens that an unfinished run had scored are discarded; --resume would have kept them"
+    return (
+        f"{num_tokens:,} tokens that an unfinished run with {key} {found.get(key)!r} had scored are discarded; "
+        f"this one has {identity.get(key)!r}"
+    )
+
+
+def _identity_of(header: bytes) -> dict[str, Any] | None:
+    """What a journal says that it is of; None if it is no journal."""
     try:
         found = json.loads(header)
     except ValueError:
-        found = None
-    if not isinstance(found, dict) or not header.endswith(b"\n"):
+        return None
+    return found if isinstance(found, dict) and header.endswith(b"\n") else None
+
+
+def _first_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    return next((key for key in sorted(wanted.keys() | found.keys()) if found.get(key) != wanted.get(key)), None)
+
+
+def _require_same(path: Path, header: bytes, identity: Mapping[str, Any]) -> None:
+    found = _identity_of(header)
+    if found is None:
         raise ConfigError(f"{path}: not a journal of an evaluation; remove it, or run without --resume")
-    for key in sorted(identity.keys() | found.keys()):
-        if found.get(key) != identity.get(key):
-            raise ConfigError(
-                f"{path}: is of an evaluation with {key} {found.get(key)!r}, this one has {identity.get(key)!r}; "
-                "run it with the same, or without --resume to start over"
-            )
+    key = _first_difference(found, identity)
+    if key is not None:
+        raise ConfigError(
+            f"{path}: is of an evaluation with {key} {found.get(key)!r}, this one has {identity.get(key)!r}; "
+            "run it with the same, or without --resume to start over"
+        )

@@ -49,6 +49,7 @@ def score_split(
     journal_path: Path | None,
     identity: Mapping[str, Any],
     resume: bool,
+    say: Callable[[str], None],
     progress: Callable[[int], None],
 ) -> ScoredSplit:
     """Score a split, from its start or from where a journal left off. Every rank of the mesh must call it.
@@ -64,6 +65,7 @@ def score_split(
         journal_path: where finished rounds are kept until the end; None keeps none.
         identity: what the scores depend on, see `ScoreJournal`; rank 0's counts.
         resume: continue the journal, if there is one.
+        say: called on rank 0 with a line about scores of an unfinished run that are lost without `resume`.
         progress: called on rank 0 with the number of tokens that were just scored.
     """
     started = time.monotonic()
@@ -77,7 +79,7 @@ def score_split(
             pieces.append(done)
             progress(len(done))
         else:
-            journal = ScoreJournal.create(journal_path, identity)
+            journal = ScoreJournal.create(journal_path, identity, say)
     tokens_resumed = sum(map(len, pieces))
 
     def on_round(scores: Scores) -> None:

@@ -103,6 +103,19 @@ def test_resuming_nothing_starts(start: Start, result: Path, journal: Path):
     assert not journal.exists()
 
 
+def test_what_starting_over_throws_away_is_said(lmtools, golden, result, journal):
+    arguments = ["eval", golden / "bin", "--path", golden / "mp4", "--batch-size", 200, "--output", result]
+    assert lmtools(*arguments, "--scores", "/dev/full").code == 1
+    assert has_scored(journal, 5184)
+    ran = lmtools(*arguments)
+    assert (ran.code, ran.err) == (
+        0,
+        f"{journal}: 5,184 tokens that an unfinished run had scored are discarded; --resume would have kept them\n",
+    )
+    assert json.loads(result.read_text())["tokens_resumed"] == 0
+    assert lmtools(*arguments).err == "", "a run that ended left nothing to discard"
+
+
 # --- the disk ---
 
 
@@ -122,7 +135,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(start: S
 
 
 def test_one_run_at_a_time_has_an_output(start: Start, result: Path, journal: Path):
-    held = ScoreJournal.create(journal, {})
+    held = ScoreJournal.create(journal, {}, pytest.fail)
     outcome = start("--output", result).result()
     held.close()
     assert outcome == (

@@ -81,6 +81,7 @@ def score(
         journal_path=None,
         identity={},
         resume=False,
+        say=pytest.fail,
         progress=lambda num_tokens: None,
     ).log_probs
 

@@ -17,7 +17,7 @@ IDENTITY = {"path": "model.pt", "context_window": 4}
 
 
 def write(path: Path, *rounds: list[float]) -> None:
-    journal = ScoreJournal.create(path, IDENTITY)
+    journal = ScoreJournal.create(path, IDENTITY, lambda line: None)
     for scores in rounds:
         journal.append(np.array(scores, dtype=np.float32))
     journal.close()
@@ -84,12 +84,36 @@ def test_a_new_journal_replaces_an_old_one(tmp_path):
     assert scores.tolist() == [-2.0] * 4
 
 
+KEPT = "--resume would have kept them"
+OTHER = "with context_window 4 had scored are discarded; this one has 8"
+
+
+@pytest.mark.parametrize(("context_window", "end"), [(4, f"had scored are discarded; {KEPT}"), (8, OTHER)])
+def test_what_a_new_journal_throws_away_is_said(tmp_path, context_window, end):
+    path = tmp_path / "journal"
+    write(path, [-1.0] * 4, [-2.0] * 6)
+    lines: list[str] = []
+    ScoreJournal.create(path, IDENTITY | {"context_window": context_window}, lines.append).close()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{path}: 10 tokens that an unfinished run ")
+    assert lines[0].endswith(end)
+    ScoreJournal.create(path, IDENTITY, pytest.fail).close()  # nothing is scored any more
+
+
+@pytest.mark.parametrize("content", [b"", b"not json\n", b'{"path": "mod', b"[1]\n\x00\x00\x80\xbf"])
+def test_of_what_is_no_journal_nothing_is_said(tmp_path, content):
+    path = tmp_path / "journal"
+    path.write_bytes(content)
+    ScoreJournal.create(path, IDENTITY, pytest.fail).close()
+    ScoreJournal.reopen(path, IDENTITY, ROUNDS)[0].close()
+
+
 def test_one_evaluation_at_a_time(tmp_path):
     path = tmp_path / "journal"
-    journal = ScoreJournal.create(path, IDENTITY)
+    journal = ScoreJournal.create(path, IDENTITY, pytest.fail)
     journal.append(np.array([-1.0] * 4, dtype=np.float32))
     with pytest.raises(ConfigError, match="another evaluation is writing it"):
-        ScoreJournal.create(path, IDENTITY)
+        ScoreJournal.create(path, IDENTITY, pytest.fail)
     with pytest.raises(ConfigError, match="another evaluation is writing it"):
         ScoreJournal.reopen(path, IDENTITY, ROUNDS)
     journal.close()
