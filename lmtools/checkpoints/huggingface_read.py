@@ -1,9 +1,6 @@
 """Reads transformers' folders of XGLM and GPT-2 models, a slice at a time, on one process or on any mesh.
 
-    config.json
-    model.safetensors                or parts of it, named by model.safetensors.index.json; where these are not,
-    pytorch_model.bin                or parts of it, named by pytorch_model.bin.index.json
-
+`config.json` says what the model is; the files with its tensors are found by `huggingface_files.py`.
 Each parameter is a view of a tensor in a file, so nothing is converted before it is read. For GPT-2 a view does all
 that there is to do: its matrices are `(in, out)`, the transpose of ours, and its c_attn holds q, k and v side by side,
 each with its heads in order.
@@ -11,7 +8,6 @@ each with its heads in order.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,17 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmtools.checkpoints.huggingface_config import config_of, read_config_json
+from lmtools.checkpoints.huggingface_files import CONFIG, find_weights, merged, read_weights
 from lmtools.checkpoints.identity import identity_of_files
 from lmtools.checkpoints.lazy_tensor import LazyTensor, equal_values
-from lmtools.checkpoints.safetensors_files import read_safetensors
-from lmtools.checkpoints.unpickle import read_torch_file
 from lmtools.data.dictionary import Dictionary
 from lmtools.errors import CheckpointError
 from lmtools.models.architectures import TransformerLMConfig
 from lmtools.models.transformer_lm import PAD_INDEX, TransformerLM
 from lmtools.parallel.parallelize import without_memory
 
-_CONFIG = "config.json"
 _OUTPUT, _EMBEDDING, _POSITIONS = "output_projection.weight", "embed_tokens.weight", "embed_positions.weight"
 _TOP_ROWS = PAD_INDEX + 1  # of our learned positions, which no token has, and which GPT-2 has not
 
@@ -91,7 +85,7 @@ class HuggingFaceCheckpoint:
         found = self.settings.get("eos_token_id", 2 if self.settings["model_type"] == "xglm" else 50_256)
         first = found[0] if isinstance(found, list) and found else found
         if type(first) is not int or not 0 <= first < self.config.vocab_size:
-            raise CheckpointError(f"{self.paths[0].parent / _CONFIG}: eos_token_id is {first!r}, which is no token")
+            raise CheckpointError(f"{self.paths[0].parent / CONFIG}: eos_token_id is {first!r}, which is no token")
         return first
 
     def identity(self) -> dict[str, Any]:
@@ -151,11 +145,6 @@ class HuggingFaceCheckpoint:
         return rows
 
 
-def is_huggingface(path: str | Path) -> bool:
-    """Whether a folder is transformers'."""
-    return (Path(path) / _CONFIG).is_file()
-
-
 def open_huggingface(folder: str | Path) -> HuggingFaceCheckpoint:
     """Open a folder and check all that can be checked without reading weights.
 
@@ -163,40 +152,15 @@ def open_huggingface(folder: str | Path) -> HuggingFaceCheckpoint:
         CheckpointError: it is of another model, or a file or a tensor is missing, broken, unknown or of a wrong shape.
     """
     folder = Path(folder)
-    settings = read_config_json(folder / _CONFIG)
-    config = config_of(settings, str(folder / _CONFIG))
-    paths = _find_files(folder)
+    settings = read_config_json(folder / CONFIG)
+    config = config_of(settings, str(folder / CONFIG))
+    paths = find_weights(folder)
     tensors: dict[str, LazyTensor] = {}
     for path in paths:
-        for name, tensor in _read_names(path).items():
-            tensors |= _ours(name, tensor, settings["model_type"], path)
+        for name, tensor in read_weights(path).items():
+            tensors = merged(tensors, _ours(name, tensor, settings["model_type"], path), path)
     _require_shapes(tensors, config, folder)
     return HuggingFaceCheckpoint(tuple(paths), config, settings, tensors)
-
-
-def _find_files(folder: Path) -> list[Path]:
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / name).is_file():
-            return [folder / name]
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            try:
-                files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-                if not files or not all(Path(file).name == file for file in files):
-                    raise ValueError("a file of another folder")
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise CheckpointError(f"{index}: not an index of parts ({error})") from error
-            return [folder / file for file in files]
-    raise CheckpointError(f"{folder}: has neither model.safetensors nor pytorch_model.bin, nor an index of their parts")
-
-
-def _read_names(path: Path) -> dict[str, LazyTensor]:
-    if path.suffix == ".safetensors":
-        return read_safetensors(path)
-    content = read_torch_file(path).content
-    if not isinstance(content, Mapping) or not all(isinstance(tensor, LazyTensor) for tensor in content.values()):
-        raise CheckpointError(f"{path}: expected a table of tensors")
-    return {str(name): tensor for name, tensor in content.items()}
 
 
 def _ours(name: str, tensor: LazyTensor, model_type: str, path: Path) -> dict[str, LazyTensor]:
@@ -255,7 +219,7 @@ def _require_shapes(tensors: Mapping[str, LazyTensor], config: TransformerLMConf
     for name in sorted(tensors.keys() ^ expected.keys()):
         if name not in optional:
             problem = "is not of the model" if name in tensors else "is missing"
-            raise CheckpointError(f"{folder}: {name} {problem} that {_CONFIG} describes")
+            raise CheckpointError(f"{folder}: {name} {problem} that {CONFIG} describes")
     for name, tensor in tensors.items():
         if tensor.shape != expected[name]:
-            raise CheckpointError(f"{folder}: {name} has shape {tensor.shape}, {_CONFIG} says {expected[name]}")
+            raise CheckpointError(f"{folder}: {name} has shape {tensor.shape}, {CONFIG} says {expected[name]}")

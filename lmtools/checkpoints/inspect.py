@@ -17,7 +17,8 @@ from typing import Any
 from lmtools.checkpoints.fairseq import fairseq_checkpoint
 from lmtools.checkpoints.fairseq_config import model_settings
 from lmtools.checkpoints.fairseq_files import PART_NAME, find_parts, parts_found
-from lmtools.checkpoints.huggingface_read import is_huggingface, open_huggingface
+from lmtools.checkpoints.huggingface_files import WEIGHTS, find_weights, is_huggingface, read_weights
+from lmtools.checkpoints.huggingface_read import open_huggingface
 from lmtools.checkpoints.lazy_tensor import LazyTensor
 from lmtools.checkpoints.load import Checkpoint
 from lmtools.checkpoints.models import new_model, plan_of
@@ -69,8 +70,10 @@ def _inspect(path: Path) -> tuple[Description, list[Path]]:
         return _safetensors_set(path)
     if is_huggingface(path):
         return _of_transformers(path)
-    if path.name == "pytorch_model.bin" and is_huggingface(path.parent):
-        return _of_transformers(path.parent)
+    if path.name in WEIGHTS and is_huggingface(path.parent):
+        if find_weights(path.parent) == [path]:
+            return _of_transformers(path.parent)
+        return {"kind": "torch file", **_tensors(read_weights(path))}, [path]  # the model is in model.safetensors
     if path.is_dir():
         return _folder(path)
     if path.suffix == ".pt" or not path.exists():

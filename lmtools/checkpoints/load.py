@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lmtools.checkpoints.fairseq import FairseqCheckpoint, fairseq_checkpoint, read_parts
+from lmtools.checkpoints.huggingface_files import WEIGHTS
 from lmtools.checkpoints.huggingface_read import HuggingFaceCheckpoint, open_huggingface
 from lmtools.checkpoints.models import Model, new_model, split_model
 from lmtools.checkpoints.safetensors import SafetensorsCheckpoint, find_manifest, open_safetensors
@@ -53,7 +54,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return open_training(path)
     if is_transformers_folder(path):
         return open_transformer_xl(path) or open_huggingface(path)
-    if find_manifest(path) is not None or Path(path).suffix == ".safetensors":
+    if find_manifest(path) is not None or Path(path).suffix == ".safetensors" or (Path(path) / WEIGHTS[0]).is_file():
         return open_safetensors(path)
     of_a_run = [name for name in ("checkpoint_best", "checkpoint_last") if is_training_checkpoint(Path(path) / name)]
     if of_a_run:
@@ -146,7 +147,7 @@ def require_dictionary_fits(checkpoint: Checkpoint, num_types: int, where: str |
 
 def _has_words_of_its_own(checkpoint: Checkpoint) -> bool:
     """Whether it is transformers' Transformer-XL, which comes with a vocabulary."""
-    return isinstance(checkpoint, TransformerXLCheckpoint) and checkpoint.paths[0].name == "pytorch_model.bin"
+    return isinstance(checkpoint, TransformerXLCheckpoint) and checkpoint.of_transformers
 
 
 def own_vocabulary(checkpoint: Checkpoint) -> Vocabulary | None:

@@ -149,7 +149,8 @@ def open_safetensors(path: str | Path) -> SafetensorsCheckpoint:
     """
     location = find_manifest(path)
     if location is None:
-        raise CheckpointError(f"{path}: has no {MANIFEST_NAME}; the set is not complete, or not one of lmtools")
+        nor = ", nor transformers' config.json" if Path(path).is_dir() else ""
+        raise CheckpointError(f"{path}: has no {MANIFEST_NAME}{nor}; the set is not complete, or not one of lmtools")
     manifest = read_model_manifest(location)
     settings = {**manifest["model"], "arch": "transformer_lm"}
     config = transformer_lm_config(settings, settings.get("vocab_size", 0), str(location))

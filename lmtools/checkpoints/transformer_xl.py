@@ -1,12 +1,14 @@
 """Transformer-XL as other programs saved it: fairseq, Hugging Face transformers, and the original.
 
-All three are one file with one state dict, whose names `transformer_xl_names.py` knows; they differ in where the
-options are. Opening reads names and shapes; values are read when, and as far as, they are asked for. Nothing is run.
+All three have one state dict, whose names `transformer_xl_names.py` knows, and transformers may have it in several
+files; they differ in where the options are. Opening reads names and shapes; values are read when, and as far as, they
+are asked for. Nothing is run.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch import Tensor
 from lmtools.checkpoints.fairseq import read_parts
 from lmtools.checkpoints.fairseq_config import model_settings
 from lmtools.checkpoints.fairseq_files import PART_NAME
+from lmtools.checkpoints.huggingface_files import CONFIG, find_weights, is_huggingface, merged, read_weights
 from lmtools.checkpoints.identity import identity_of_files
 from lmtools.checkpoints.lazy_tensor import LazyTensor, equal_values
 from lmtools.checkpoints.transformer_xl_names import (
@@ -26,17 +29,17 @@ from lmtools.checkpoints.transformer_xl_names import (
     parameter_sources,
     settings_from_shapes,
 )
-from lmtools.checkpoints.unpickle import plain, read_torch_file
+from lmtools.checkpoints.unpickle import plain
 from lmtools.checkpoints.vocabulary import find_vocabulary_file
 from lmtools.errors import CheckpointError, ConfigError
 from lmtools.models.architectures import TransformerXLConfig
 from lmtools.models.transformer_xl import TransformerXL
 from lmtools.parallel.parallelize import without_memory
 
-_HUGGING_FACE_WEIGHTS, _HUGGING_FACE_OPTIONS = "pytorch_model.bin", "config.json"
 _HUGGING_FACE_LENGTHS = {"mem_len": 1600, "clamp_len": 1000, "same_length": True}
 """What transformers takes for options that are not in config.json; shapes do not show these."""
 _TABLE = "word_emb.emb_layers."
+_TABLES = re.compile(r"(?:^|\.)(?:word_emb\.emb|crit\.out)_layers\.(\d+)\.weight")
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,14 @@ class TransformerXLCheckpoint:
     """An open checkpoint, of which only names and shapes were read.
 
     Attributes:
-        paths: the one file.
+        paths: the one file, or transformers' several.
         config: the model that it holds.
         tokens_per_sample: the length of chunks that it was trained on, if the file says.
-        state: the file's state dict.
+        state: the state dict.
         sources: where in it each parameter is.
         vocabulary_path: the file beside it that says which word is which row; None if rows are a dict.txt's indices.
         says_lengths: whether the file says how long the memory was; the original's does not.
+        of_transformers: whether it is a folder of transformers, which comes with words of its own.
     """
 
     paths: tuple[Path, ...]
@@ -60,6 +64,7 @@ class TransformerXLCheckpoint:
     sources: Mapping[str, Source]
     vocabulary_path: Path | None = None
     says_lengths: bool = True
+    of_transformers: bool = False
 
     format: ClassVar[str] = "transformer_xl"
 
@@ -96,31 +101,32 @@ class TransformerXLCheckpoint:
         return tensor.read_slice((slice(end - rows.stop, end - rows.start), *slices[1:])).flip(0)
 
     def drifted(self, part: int) -> list[str]:
-        """Which replicated parameters differ between parts: there is one part."""
+        """Which replicated parameters differ between parts: each is in one."""
         return []
 
     def verify_part(self, part: int, *, allow_replica_drift: bool = False) -> None:
-        """Check the file's bytes, and that what the model shares is the same wherever the file has it.
+        """Check a file's bytes, and that what the model shares is the same wherever it is listed.
 
         Raises:
             CheckpointError: names what is damaged or different.
         """
-        for storage in {tensor.storage.key: tensor.storage for tensor in self.state.values()}.values():
+        path = self.paths[part]
+        of_part = [tensor.storage for tensor in self.state.values() if tensor.storage.path == path]
+        for storage in {storage.key: storage for storage in of_part}.values():
             storage.verify()
         for source in self.sources.values():
             for copy in source.copies:
-                if copy in self.state and not equal_values(self.state[copy], self.state[source.name]):
-                    raise CheckpointError(
-                        f"{self.paths[part]}: {copy} differs from {source.name}, though the model shares them"
-                    )
+                here = copy in self.state and self.state[copy].storage.path == path
+                if here and not equal_values(self.state[copy], self.state[source.name]):
+                    raise CheckpointError(f"{path}: {copy} differs from {source.name}, though the model shares them")
 
 
 def open_transformer_xl(path: str | Path) -> TransformerXLCheckpoint | None:
     """Open a checkpoint and check all that can be checked without reading its weights.
 
     Args:
-        path: fairseq's file, a Hugging Face folder (`pytorch_model.bin` and `config.json`), the original's file with a
-            state dict, or a folder with one such file.
+        path: fairseq's file, a Hugging Face folder (`config.json`, and what `huggingface_files.py` finds), the
+            original's file with a state dict, or a folder with one such file.
 
     Returns:
         None if another kind of model is there.
@@ -136,7 +142,7 @@ def open_transformer_xl(path: str | Path) -> TransformerXLCheckpoint | None:
 
 def is_transformers_folder(path: str | Path) -> bool:
     """Whether a folder is one that transformers wrote, perhaps without its options."""
-    return any((Path(path) / name).is_file() for name in (_HUGGING_FACE_OPTIONS, _HUGGING_FACE_WEIGHTS))
+    return is_huggingface(path) or (Path(path) / "pytorch_model.bin").is_file()
 
 
 def transformer_xl_checkpoint(contents: Mapping[Path, Any]) -> TransformerXLCheckpoint | None:
@@ -174,22 +180,20 @@ def _open_fairseq(content: Mapping[str, Any], path: Path) -> TransformerXLCheckp
 
 
 def _open_hugging_face(folder: Path) -> TransformerXLCheckpoint | None:
-    path, options = folder / _HUGGING_FACE_WEIGHTS, folder / _HUGGING_FACE_OPTIONS
+    options = folder / CONFIG
     try:
         settings = json.loads(options.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{options}: not a readable config.json ({error})") from error
     if not isinstance(settings, dict) or settings.get("model_type") != "transfo-xl":
         return None
-    if not path.is_file():
-        raise CheckpointError(f"{folder}: has no {_HUGGING_FACE_WEIGHTS}, in which a Transformer-XL has its weights")
-    content = read_torch_file(path).content
-    if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path}: holds no state dict")
-    state = _tensors(content, path)
+    paths = find_weights(folder)
+    state: dict[str, LazyTensor] = {}
+    for path in paths:
+        state = merged(state, read_weights(path), path)
     config = _config(_HUGGING_FACE_LENGTHS | settings, state, options)
-    found = _checked(path, config, _positive(settings.get("tgt_len")), state)
-    return replace(found, vocabulary_path=find_vocabulary_file(folder))
+    found = _checked(paths[0] if len(paths) == 1 else folder, config, _positive(settings.get("tgt_len")), state)
+    return replace(found, paths=tuple(paths), vocabulary_path=find_vocabulary_file(folder), of_transformers=True)
 
 
 def _open_original(content: Mapping[str, Any], path: Path) -> TransformerXLCheckpoint:
@@ -218,7 +222,9 @@ def _tensors(content: Mapping[Any, Any], path: Path) -> dict[str, LazyTensor]:
 
 
 def _config(settings: Mapping[str, Any], state: Mapping[str, LazyTensor], where: Path) -> TransformerXLConfig:
-    vocab_size = sum(tensor.shape[0] for name, tensor in state.items() if _TABLE in name and tensor.shape)
+    # Of each table's names, which may be one or two.
+    rows = {m[1]: state[name].shape[0] for name in state if (m := _TABLES.search(name)) and state[name].shape}
+    vocab_size = sum(rows.values())
     kinds = {field.name: field.type for field in fields(TransformerXLConfig)}
     for name, value in settings.items():
         expected = {"int": (int,), "bool": (bool,), "float": (float, int)}.get(str(kinds.get(name)))
@@ -237,7 +243,7 @@ def _positive(value: Any) -> int | None:
 def _checked(
     path: Path, config: TransformerXLConfig, tokens_per_sample: int | None, state: Mapping[str, LazyTensor]
 ) -> TransformerXLCheckpoint:
-    """Every parameter is there in the model's shape."""
+    """Every parameter is there in the model's shape; `path` is what holds them all."""
     sources = parameter_sources(state, config, str(path))
     with without_memory():
         model = TransformerXL(config)
@@ -247,6 +253,7 @@ def _checked(
         shape = found if source.rows is None else (min(source.rows[1], found[0]) - source.rows[0], *found[1:])
         if shape != tuple(parameter.shape):
             raise CheckpointError(
-                f"{path}: {source.name} has shape {found}, expected {tuple(parameter.shape)} for {name}"
+                f"{state[source.name].storage.path}: {source.name} has shape {found}, "
+                f"expected {tuple(parameter.shape)} for {name}"
             )
     return TransformerXLCheckpoint((path,), config, tokens_per_sample, state, sources)

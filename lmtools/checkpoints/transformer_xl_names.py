@@ -8,13 +8,13 @@ in PyTorch (no root, or `module.` from data parallelism). Where they differ from
 - With `div_val` 1 all clusters are rows of one matrix.
 - The original counts the softmax's tails from the back (`head_logprob[:, -i]`), the others from the front.
 - The original has one r_w_bias and r_r_bias at its root; Hugging Face lists shared ones there and in every layer.
-- Tensors that the softmax shares with the embedding may be listed once or twice.
+- Tensors that are shared may be listed under each of their names or under one: safetensors files have them once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -82,6 +82,7 @@ def parameter_sources(names: Iterable[str], config: TransformerXLConfig, where: 
     sources = _cluster_sources(f"{body}word_emb.", f"{root}crit.", config, tails_reversed=is_original)
     for layer in range(config.n_layer):
         sources |= _layer_sources(layer, body, config)
+    sources = {name: _listed(source, present) for name, source in sources.items()}
 
     named = {source.name for source in sources.values()}
     missing = sorted(named - present)
@@ -94,6 +95,14 @@ def parameter_sources(names: Iterable[str], config: TransformerXLConfig, where: 
             f"{where}: {unknown[0]} is no tensor of a Transformer-XL with these options ({len(unknown)} such entries)"
         )
     return sources
+
+
+def _listed(source: Source, present: Collection[str]) -> Source:
+    """The source under its name, or where only copies of it are listed under the first of these."""
+    listed = [name for name in source.copies if name in present]
+    if source.name in present or not listed:
+        return source
+    return replace(source, name=listed[0], copies=tuple(listed[1:]))
 
 
 def _cluster_sources(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -31,6 +32,27 @@ def write_hugging_face(folder: Path, options: dict[str, Any], **settings: Any) -
     torch.save(huggingface_state(config), folder / "pytorch_model.bin")
     (folder / "config.json").write_text(json.dumps(SETTINGS | options | settings))
     return config
+
+
+def write_safetensors(folder: Path, state: dict[str, Tensor], num_files: int = 1) -> list[Path]:
+    """In place of pytorch_model.bin what newer versions write; returns the files."""
+    (folder / "pytorch_model.bin").unlink(missing_ok=True)
+    if num_files == 1:
+        save_file({name: tensor.clone() for name, tensor in state.items()}, folder / "model.safetensors")
+        return [folder / "model.safetensors"]
+    files = [f"model-{index + 1:05d}-of-{num_files:05d}.safetensors" for index in range(num_files)]
+    places = {name: files[index * num_files // len(state)] for index, name in enumerate(state)}
+    for file in files:
+        save_file({name: state[name].clone() for name in state if places[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return [folder / file for file in files]
+
+
+def without_copies(config: TransformerXLConfig) -> dict[str, Tensor]:
+    """A state dict as it is in a safetensors file, which shared tensors are in once."""
+    state = huggingface_state(config)
+    first = {id(tensor): name for name, tensor in reversed(state.items())}
+    return {name: tensor for name, tensor in state.items() if first[id(tensor)] == name}
 
 
 def parameters(path: Path, tp: int = 1) -> dict[str, Tensor]:
@@ -60,6 +82,46 @@ def test_a_hugging_face_folder(tmp_path, options):
         rtol=0,
         atol=0,
     )
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"div_val": 2}, {"untie_r": False}], ids=["one width", "narrowing", "shared"])
+def test_a_hugging_face_folder_with_safetensors(tmp_path, options, num_files):
+    config = write_hugging_face(tmp_path, options)
+    expected = open_checkpoint(tmp_path)
+    values = parameters(tmp_path)
+    state = without_copies(config)
+    assert len(state) < len(huggingface_state(config))
+    files = write_safetensors(tmp_path, state, num_files)
+    opened = open_checkpoint(tmp_path)
+    assert isinstance(opened, TransformerXLCheckpoint)
+    assert isinstance(expected, TransformerXLCheckpoint)
+    assert (opened.config, opened.tokens_per_sample, opened.says_lengths) == (expected.config, 4, True)
+    assert list(opened.paths) == files
+    assert_equal(parameters(tmp_path), values)
+    write_safetensors(tmp_path, huggingface_state(config), num_files)  # with the copies too
+    assert_equal(parameters(tmp_path), values)
+
+
+def test_parts_of_pytorch_model_bin(tmp_path):
+    config = write_hugging_face(tmp_path, {})
+    values = parameters(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    state = list(huggingface_state(config).items())
+    names = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
+    for name, items in zip(names, (state[:5], state[5:]), strict=True):
+        torch.save(dict(items), tmp_path / name)
+    places = {name: names[index >= 5] for index, (name, _) in enumerate(state)}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+    assert_equal(parameters(tmp_path), values)
+
+
+def test_of_two_files_the_safetensors_are_taken_as_transformers_takes_them(tmp_path):
+    config = write_hugging_face(tmp_path, {})
+    save_file({name: tensor + 1 for name, tensor in without_copies(config).items()}, tmp_path / "model.safetensors")
+    assert [path.name for path in open_checkpoint(tmp_path).paths] == ["model.safetensors"]
+    found = parameters(tmp_path)["layers.1.fc1.bias"]
+    assert torch.equal(found, huggingface_state(config)["transformer.layers.1.pos_ff.CoreNet.0.bias"] + 1)
 
 
 def test_the_originals_state_dict(tmp_path):
@@ -124,6 +186,59 @@ def test_shared_tensors_that_differ(tmp_path):
         parameters(tmp_path)
 
 
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_shared_tensors_that_differ_in_safetensors(tmp_path, num_files):
+    state = huggingface_state(write_hugging_face(tmp_path, {}))
+    state["crit.out_layers.0.weight"] = state["crit.out_layers.0.weight"] + 1
+    write_safetensors(tmp_path, dict(sorted(state.items())), num_files)
+    with pytest.raises(CheckpointError, match=r"crit.out_layers.0.weight differs from transformer.word_emb"):
+        parameters(tmp_path)
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_safetensors_that_are_not_the_model(tmp_path, num_files):
+    config = write_hugging_face(tmp_path, {})
+    whole = without_copies(config)
+    norm, table = "transformer.layers.1.pos_ff.layer_norm.bias", "transformer.word_emb.emb_layers.0.weight"
+
+    def refused(state: dict[str, Tensor], message: str) -> None:
+        write_safetensors(tmp_path, state, num_files)
+        with pytest.raises(CheckpointError, match=message) as caught:
+            open_checkpoint(tmp_path)
+        assert str(caught.value).startswith(str(tmp_path))
+
+    refused({name: whole[name] for name in whole if name != norm}, f"has no {norm}")
+    refused({name: whole[name] for name in whole if name != table}, f"has no {table}")
+    refused(whole | {"lm_head.weight": torch.zeros(1)}, "lm_head.weight is no tensor of a Transformer-XL")
+    refused(whole | {norm: torch.zeros(7)}, rf"\.safetensors: {norm} has shape \(7,\), expected \(8,\)")
+    refused(whole | {table: torch.zeros(13)}, r"has shape \(13,\), expected \(5, 8\)")
+
+
+def test_parts_that_are_not_one_model(tmp_path):
+    config = write_hugging_face(tmp_path, {})
+    files = write_safetensors(tmp_path, without_copies(config), 3)
+    name = "transformer.layers.0.pos_ff.CoreNet.3.bias"
+    held = load_file(files[2])
+    save_file(held | {name: torch.zeros(8)}, files[2])
+    with pytest.raises(CheckpointError, match=f"{files[2].name}: has {name}, which {files[1].name} has too"):
+        open_checkpoint(tmp_path)
+    save_file(held, files[2])
+    assert open_checkpoint(tmp_path).num_parts == 3
+    files[1].unlink()
+    with pytest.raises(CheckpointError, match=f"{files[1].name}: cannot be read"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"index.json: not an index of parts"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_part_that_is_cut_short(tmp_path):
+    files = write_safetensors(tmp_path, without_copies(write_hugging_face(tmp_path, {})), 2)
+    files[1].write_bytes(files[1].read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=f"{files[1].name}: cut short"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -168,4 +283,18 @@ def test_a_folder_whose_options_are_missing_or_broken(tmp_path, text):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"config.json: "):
+        open_checkpoint(tmp_path)
+
+
+def test_safetensors_without_a_word_of_what_they_are(tmp_path):
+    write_safetensors(tmp_path, without_copies(write_hugging_face(tmp_path, {})))
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no model.json, nor transformers' config.json"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_folder_without_weights(tmp_path):
+    write_hugging_face(tmp_path, {})
+    (tmp_path / "pytorch_model.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"has neither model.safetensors nor pytorch_model.bin"):
         open_checkpoint(tmp_path)

@@ -61,6 +61,19 @@ def test_shared_tensors_may_be_listed_once(options):
         assert all(torch.equal(state[copy], state[source.name]) for copy in source.copies if copy in state)
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_shared_tensors_may_be_listed_under_any_of_their_names(options):
+    """As tools that leave out the other names choose; here the last."""
+    config = config_of(**options)
+    state = huggingface_state(config)
+    sources = parameter_sources(state, config, "file")
+    last = {[name for name in (source.name, *source.copies) if name in state][-1] for source in sources.values()}
+    found = parameter_sources(last, config, "file")
+    assert {source.name for source in found.values()} == last
+    for name, source in found.items():
+        assert torch.equal(source.take(state), sources[name].take(state)), name
+
+
 def test_queries_keys_and_values_are_thirds():
     state = huggingface_state(config_of())
     sources = parameter_sources(state, config_of(), "file")

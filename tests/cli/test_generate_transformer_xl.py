@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lmtools.checkpoints.load import as_transformer_xl, load_model, open_checkpoint
 from lmtools.data.dictionary import Dictionary
@@ -141,6 +142,10 @@ def test_checkpoints_of_other_programs(lmtools, tmp_path):
         f"{tmp_path}/original/dict.txt",
     )
     assert same == found
+    (tmp_path / "pytorch_model.bin").unlink()
+    save_file({name: tensor.clone() for name, tensor in state.items()}, tmp_path / "model.safetensors")
+    [again] = objects(lmtools, "generate", "--path", tmp_path, *options)
+    assert again == found | {"vocabulary": f"{tmp_path}/dict.txt"}
     ran = lmtools("generate", "--path", path, *options)
     assert ran.code == 2
     assert ran.err.startswith(f"lmtools: {path}: remembers nothing (mem_len 0)")

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lmtools.checkpoints.reshard import reshard
 from tests.cli.conftest import Lmtools
 from tests.support.ranks import run_ranks
 from tests.support.training import train_a_leg
-from tests.support.transformer_xl_states import config_of, huggingface_state, original_state
+from tests.support.transformer_xl_states import config_of, huggingface_state, original_state, write_huggingface_folder
 
 
 def inspected(lmtools: Lmtools, path: Path, code: int = 0) -> dict[str, Any]:
@@ -75,10 +76,13 @@ def test_a_transformer_xl(lmtools, golden):
     assert [shape for shape in names_of(found["tensors"]).values() if shape in tied] == tied, "once, though it is tied"
 
 
-@pytest.mark.parametrize("name", ["", "pytorch_model.bin", "original.pt"])
+@pytest.mark.parametrize("name", ["", "pytorch_model.bin", "model.safetensors", "original.pt"])
 def test_transformer_xls_of_other_programs(lmtools, tmp_path, name):
     config = config_of(div_val=2)
-    torch.save(huggingface_state(config), tmp_path / "pytorch_model.bin")
+    if name == "model.safetensors":
+        save_file({key: tensor.clone() for key, tensor in huggingface_state(config).items()}, tmp_path / name)
+    else:
+        torch.save(huggingface_state(config), tmp_path / "pytorch_model.bin")
     torch.save(original_state(config_of(div_val=2, untie_r=False)), tmp_path / "original.pt")
     fields = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "vocab_size", "div_val", "cutoffs", "untie_r")
     settings = {field: getattr(config, field) for field in fields}
@@ -92,6 +96,16 @@ def test_transformer_xls_of_other_programs(lmtools, tmp_path, name):
     assert names_of(found["tensors"])["layers.1.self_attn.r_proj.weight"] == [6, 8]
     [file] = found["files"]
     assert file["path"] == (name or "pytorch_model.bin")
+
+
+def test_of_two_files_of_one_model_the_one_that_is_not_read_is_described_by_itself(lmtools, tmp_path):
+    write_huggingface_folder(tmp_path, config_of())
+    tensors = torch.load(tmp_path / "pytorch_model.bin")
+    save_file({key: tensor.clone() for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    assert [file["path"] for file in inspected(lmtools, tmp_path)["files"]] == ["model.safetensors"]
+    found = inspected(lmtools, tmp_path / "pytorch_model.bin")
+    assert (found["kind"], [file["path"] for file in found["files"]]) == ("torch file", ["pytorch_model.bin"])
+    assert names_of(found["tensors"])["transformer.word_emb.emb_layers.0.weight"] == [13, 8]
 
 
 def test_a_broken_transformer_xl_says_where(lmtools, tmp_path):

@@ -5,16 +5,19 @@
 
 4.30.2 is one of the last versions that have the model. For each case: the state dict, two segments of tokens, and what
 came out of them one after the other, the memory of the first given to the second; gradients are of the sum over both.
+Also the names that `save_pretrained(safe_serialization=True)` writes, which has shared tensors once.
 """
 
 from __future__ import annotations
 
 import json
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -46,8 +49,11 @@ CASES: dict[str, dict[str, Any]] = {
 LENGTHS = (6, 5)
 
 
-def run(options: dict[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """One case: its config.json, and its tensors under `state.`, `grad.`, `tokens.`, `nll.` and `log_probs`."""
+def run(options: dict[str, Any], seed: int) -> tuple[dict[str, Any], list[str], dict[str, Tensor]]:
+    """One case: its config.json, the names in its model.safetensors, and its tensors.
+
+    They are under `state.`, `grad.`, `tokens.`, `nll.` and `log_probs`.
+    """
     from transformers import TransfoXLConfig, TransfoXLLMHeadModel
 
     torch.manual_seed(seed)
@@ -72,16 +78,21 @@ def run(options: dict[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, T
     total.backward()
     tensors |= {f"state.{name}": tensor.clone() for name, tensor in model.state_dict().items()}
     tensors |= {f"grad.{name}": parameter.grad for name, parameter in model.named_parameters()}
-    return config.to_diff_dict(), tensors
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, safe_serialization=True)
+        with safe_open(Path(folder) / "model.safetensors", "pt") as file:
+            names = sorted(file.keys())
+    return config.to_diff_dict(), names, tensors
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    configs, tensors = {}, {}
+    configs, names, tensors = {}, {}, {}
     for seed, (case, options) in enumerate(CASES.items()):
-        configs[case], of_case = run(options, seed)
+        configs[case], names[case], of_case = run(options, seed)
         tensors |= {f"{case}.{name}": tensor.contiguous() for name, tensor in of_case.items()}
-    save_file(tensors, Path(__file__).with_name("transformer_xl.safetensors"), {"configs": json.dumps(configs)})
+    metadata = {"configs": json.dumps(configs), "names": json.dumps(names)}
+    save_file(tensors, Path(__file__).with_name("transformer_xl.safetensors"), metadata)
 
 
 if __name__ == "__main__":

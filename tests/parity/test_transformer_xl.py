@@ -11,10 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from lmtools.checkpoints.load import load_model, open_checkpoint
 from lmtools.checkpoints.transformer_xl_names import config_from_settings, parameter_sources
 from lmtools.models.transformer_xl import TransformerXL, zero_memories
+from lmtools.parallel.mesh import make_mesh
 
 FIXTURE = Path(__file__).with_name("transformer_xl.safetensors")
 CASES = ("plain", "narrowing", "pre_lnorm", "projected", "unshared", "one_cluster")
@@ -84,3 +87,37 @@ def test_scores_with_keys_and_values_as_memory(case):
         for tokens, targets, expected in segments(tensors):
             nll, memories = model(tokens, targets, memories, keep_projections=True)
             torch.testing.assert_close(nll[:, :-1], expected, rtol=0, atol=1e-5)
+
+
+def save(folder: Path, case: str, num_files: int) -> None:
+    """The case as `save_pretrained` saves it today: shared tensors once, and an index of the files if they are many."""
+    with safe_open(FIXTURE, "pt") as file:
+        names = json.loads(file.metadata()["names"])[case]
+    settings, tensors = read(case)
+    assert settings["model_type"] == "transfo-xl"
+    (folder / "config.json").write_text(json.dumps(settings))
+    state = part(tensors, "state.")
+    assert set(names) <= state.keys()
+    if num_files == 1:
+        save_file({name: state[name] for name in names}, folder / "model.safetensors", {"format": "pt"})
+        return
+    files = [f"model-{index + 1:05d}-of-{num_files:05d}.safetensors" for index in range(num_files)]
+    weight_map = {name: files[index % num_files] for index, name in enumerate(names)}
+    for file_name in files:
+        of_file = {name: state[name] for name, place in weight_map.items() if place == file_name}
+        save_file(of_file, folder / file_name, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_scores_of_a_folder_with_safetensors(tmp_path, case, num_files):
+    save(tmp_path, case, num_files)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.num_parts == num_files
+    model = load_model(checkpoint, make_mesh(torch.device("cpu"), dp=1, tp=1), torch.float32)
+    assert isinstance(model, TransformerXL)
+    memories = zero_memories(model.config, 2, next(model.parameters()))
+    for tokens, targets, expected in segments(read(case)[1]):
+        nll, memories = model(tokens, targets, memories)
+        torch.testing.assert_close(nll[:, :-1], expected, rtol=0, atol=1e-5)
