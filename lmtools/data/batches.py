@@ -115,8 +115,7 @@ def epoch_batches(
         raise ConfigError(f"--batch-size {batch_size}: expected at least 1")
     if len(sizes) == 0:
         raise DataError("the training split has no tokens")
-    if max_tokens is not None and sizes.max() > max_tokens:
-        raise ConfigError(f"--max-tokens {max_tokens}: block {int(sizes.argmax())} has {int(sizes.max())} tokens")
+    require_room(sizes, max_tokens)
 
     grouping = _random(seed, epoch if regroup else 1).permutation(len(sizes))
     by_size = np.lexsort([grouping, sizes])
@@ -149,18 +148,41 @@ def training_updates(
     epoch, first = start.epoch, start.num_batches
     while True:
         batches = batches_of_epoch(epoch)
-        if first > 0 and first >= len(batches):
-            raise DataError(
-                f"epoch {epoch} has {len(batches)} batches and {first} of them are done: the training split or the "
-                "batch size is another one; start from the checkpoint with --restore-file, --reset-dataloader and "
-                "--resume never"
-            )
+        if first > 0:
+            require_batches_left(batches, Position(epoch, first))
         while first < len(batches):
             last = min(first + dp_size * update_freq, len(batches))
             after = Position(epoch, last) if last < len(batches) else Position(epoch + 1)
             yield Update(epoch, deal_out([batches[index] for index in range(first, last)], dp_size), after)
             first = last
         epoch, first = epoch + 1, 0
+
+
+def require_room(sizes: npt.NDArray[np.integer], max_tokens: int | None) -> None:
+    """The longest block must fit a batch.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if max_tokens is not None and sizes.max() > max_tokens:
+        raise ConfigError(
+            f"--max-tokens {max_tokens}: block {int(sizes.argmax())} has {int(sizes.max())} tokens; allow as many, or "
+            "choose a smaller --tokens-per-sample"
+        )
+
+
+def require_batches_left(batches: Batches, place: Position) -> None:
+    """A run may go on within an epoch only where it has batches that are not done.
+
+    Raises:
+        DataError: `place` lies past the end of its epoch.
+    """
+    if place.num_batches >= len(batches):
+        raise DataError(
+            f"epoch {place.epoch} has {len(batches)} batches and {place.num_batches} of them are done: the training "
+            "split or the batch size is another one; start from the checkpoint with --restore-file, --reset-dataloader "
+            "and --resume never"
+        )
 
 
 def num_updates(num_batches: int, *, dp_size: int, update_freq: int) -> int:

@@ -61,6 +61,11 @@ def is_restarted() -> bool:
     return is_worker() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
+def run_id() -> str | None:
+    """The name that elastic has for this run, the same after a restart; None for a process that it has not started."""
+    return os.environ.get("TORCHELASTIC_RUN_ID") if is_worker() else None
+
+
 def has_launcher() -> bool:
     """Whether this process is a worker of `run_workers`, which catches the user's signals for its workers."""
     return _LAUNCHER_PID in os.environ and is_worker()

@@ -13,6 +13,7 @@ from typing import Any
 from lmtools.checkpoints.training import CheckpointWriter, read_record, remove_checkpoint, remove_leftovers
 from lmtools.errors import CheckpointError
 from lmtools.files import disk_errors
+from lmtools.parallel.launch import run_id
 from lmtools.parallel.mesh import Mesh
 from lmtools.train.config import Run, TrainConfig
 from lmtools.train.data import RunData
@@ -147,6 +148,7 @@ class Keeper:
             return
         record = self._state.record(self._run, self._data)
         record |= {"end_of_epoch": end_of_epoch, "valid_loss": self._valid_loss_of_now(), "time": time.time()}
+        record["run_id"] = run_id()
         tensors = self._state.tensors()
         if self._state.progress.position.num_batches > 0:
             tensors |= memory_tensors(self._state.memories, self._mesh)

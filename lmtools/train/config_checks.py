@@ -30,6 +30,10 @@ def require_sense(train: TrainConfig, model: Mapping[str, Any]) -> None:
         raise ConfigError("--batch-size or --max-tokens: give at least one")
     if train.max_update is None and train.max_epoch is None and train.stop_time_hours is None:
         raise ConfigError("--max-update, --max-epoch or --stop-time-hours: give at least one, or the run never ends")
+    if not train.save_dir:  # a variable of the shell that is not set
+        raise ConfigError("--save-dir: is empty, expected a folder; `.` is this one")
+    if train.patience is not None and not train.valid_subset.strip(","):
+        raise ConfigError("--patience: counts validations, and without --valid-subset there are none")
     for name in ("restore_file", "finetune_from"):
         if getattr(train, name) == "":  # a variable of the shell that is not set
             raise ConfigError(

@@ -16,6 +16,7 @@ from lmtools.data.batches import (
     Position,
     Update,
     epoch_batches,
+    require_room,
     shard_of_epoch,
     split_shards,
     training_updates,
@@ -109,6 +110,7 @@ def open_data(config: TrainConfig) -> RunData:
 
     Raises:
         DataError: see `open_blocks`; or the folders have different dictionaries.
+        ConfigError: a block is longer than a batch may be.
     """
     shards = split_shards(config.data)
     if not shards:
@@ -127,6 +129,7 @@ def open_data(config: TrainConfig) -> RunData:
     def train(epoch: int) -> Blocks:
         return train_shard(shard_of_epoch(shards, epoch))
 
+    @lru_cache(maxsize=1)
     def batches(epoch: int) -> Batches:
         return epoch_batches(
             train(epoch).sizes,
@@ -142,7 +145,7 @@ def open_data(config: TrainConfig) -> RunData:
         return cut_blocks_into_streams(train(epoch), config, config.batch_size)
 
     for shard in shards:
-        train_shard(shard)
+        require_room(train_shard(shard).sizes, config.max_tokens)
     names = [name for name in config.valid_subset.split(",") if name]
     valid = tuple(open_blocks(shards[0], name, dictionary, config) for name in names)
     if config.task != "truncated_bptt_lm":

@@ -22,9 +22,9 @@ from lmtools.checkpoints.load import open_torch_files
 from lmtools.checkpoints.training import is_training_checkpoint, load_tensors, read_record
 from lmtools.checkpoints.training_index import tensor_shapes
 from lmtools.checkpoints.transformer_xl import TransformerXLCheckpoint, is_transformers_folder, open_transformer_xl
-from lmtools.data.batches import Position
+from lmtools.data.batches import Position, require_batches_left
 from lmtools.errors import CheckpointError
-from lmtools.parallel.launch import is_restarted
+from lmtools.parallel.launch import is_restarted, run_id
 from lmtools.parallel.mesh import Mesh
 from lmtools.parallel.parallelize import ReadSlice, local_slices
 from lmtools.train.build import build_model, build_optimizer
@@ -87,7 +87,7 @@ def find_origin(run: Run, data: RunData) -> Origin:
     config = run.train
     last = Path(config.save_dir) / LAST
     # A run that elastic starts again goes on from what it has saved, whatever it was told to start from.
-    if (config.resume == "auto" or is_restarted()) and os.path.lexists(last):
+    if os.path.lexists(last) and (config.resume == "auto" or (is_restarted() and _is_of_this_run(last))):
         if not is_training_checkpoint(last):
             raise CheckpointError(
                 f"{last}: names {last.resolve().name}, which is no complete checkpoint; let it name another one "
@@ -101,6 +101,11 @@ def find_origin(run: Run, data: RunData) -> Origin:
     if is_training_checkpoint(path):
         return _from_lmtools(kind, Path(path).resolve(), run, data)
     return _from_fairseq(kind, Path(path), run, data)
+
+
+def _is_of_this_run(last: Path) -> bool:
+    """A run may fail before it has taken another one's checkpoint out of its way, or write none itself."""
+    return is_training_checkpoint(last) and read_record(last).get("run_id") == run_id()
 
 
 def start_state(run: Run, data: RunData, mesh: Mesh) -> tuple[TrainState, str]:
@@ -170,6 +175,8 @@ def _from_lmtools(kind: Literal["resumed", "restored", "weights"], path: Path, r
     keeps_place = kind == "resumed" or (kind == "restored" and not run.train.reset_dataloader)
     if keeps_place and saved.progress.position.num_batches > 0:
         require_same_streams(path, record["train"], run.train)
+        if data.streams is None:
+            require_batches_left(data.batches(saved.progress.position.epoch), saved.progress.position)
         note = of_other_batches(record["train"], run.train)
     return Origin(kind, path, vocab_size, saved=saved, note=note)
 
@@ -260,6 +267,9 @@ def _from_fairseq(kind: Literal["restored", "weights"], path: Path, run: Run, da
     training = read_fairseq_training(checkpoint, with_moments=not run.train.reset_optimizer)
     if training.moments and run.train.optimizer != "adam":
         raise CheckpointError(f"{path}: holds Adam's state; use --optimizer adam, or --reset-optimizer")
+    batches = data.batches(training.epoch)
+    if not run.train.reset_dataloader and training.num_batches not in (0, len(batches)):
+        require_batches_left(batches, Position(training.epoch, training.num_batches))
     return Origin(kind, path, vocab_size, fairseq=checkpoint, fairseq_training=training)
 
 

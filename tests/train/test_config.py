@@ -101,6 +101,11 @@ def test_the_vocabulary_is_the_datas_business():
         ("restore_file = 'a'\nfinetune_from = 'b'", "--restore-file and --finetune-from: give one"),
         ("finetune_from = ''", "--finetune-from: is empty, expected a checkpoint; leave it out to start anew"),
         ("restore_file = ''", "--restore-file: is empty"),
+        ("save_dir = ''", "--save-dir: is empty"),
+        (
+            "patience = 3\nvalid_subset = ''",
+            "--patience: counts validations, and without --valid-subset there are none",
+        ),
         ("reset_dataloader = true", "--reset-dataloader: says what is not taken from the checkpoint of --restore-file"),
         ("max_update = ", "run.toml: not TOML: "),
     ],
@@ -204,6 +209,8 @@ SENSIBLE = {
     "fp16": st.just(False),
     "memory_efficient_fp16": st.just(False),
     "restore_file": st.none(),
+    "save_dir": st.text(min_size=1),
+    "valid_subset": st.text().map("valid{}".format),
 }
 """Fields whose values may contradict others'."""
 FLAGS = st.fixed_dictionaries(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmtools.errors import DataError, LmtoolsError
+from lmtools.errors import ConfigError, DataError, LmtoolsError
 from lmtools.train import loop
 from lmtools.train.checkpoints import LAST
 from lmtools.train.data import open_data
@@ -242,3 +242,10 @@ def test_a_full_disk_costs_lines_of_the_metrics_but_not_the_run(tmp_path: Path, 
 def test_data_that_name_no_folder():
     with pytest.raises(DataError, match=r"^DATA ':': names no folder, expected that of"):
         open_data(tiny_run(data=":").train)
+
+
+def test_a_batch_that_holds_no_block_is_refused_before_the_run_starts():
+    """What a folder has is taken out of a new run's way when it starts: nothing may stop it then."""
+    with pytest.raises(ConfigError, match=r"^--max-tokens 15: block 0 has 16 tokens; allow as many, or "):
+        open_data(tiny_run(max_tokens=15).train)
+    open_data(tiny_run(max_tokens=16).train)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lmtools.data.batches import Position
-from lmtools.errors import CheckpointError
+from lmtools.errors import CheckpointError, LmtoolsError
 from lmtools.train.checkpoints import BEST, LAST
 from lmtools.train.data import open_data
 from lmtools.train.start import find_origin, start_state
@@ -93,6 +93,18 @@ def test_workers_that_elastic_starts_again_go_on_whatever_they_were_told(trained
     _, progress, origin = started({"save_dir": str(folder), "resume": "never"})
     assert origin.startswith("resumed")
     assert progress["num_updates"] == 3
+
+
+def test_workers_that_elastic_starts_again_leave_what_another_run_has_saved(trained: Path, tmp_path: Path, monkeypatch):
+    """The first attempt may have failed before it has saved anything."""
+    folder = copy_of(trained, tmp_path / "run")
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "this one")
+    flags = {"save_dir": str(folder), "resume": "never"}
+    assert started(flags)[2] == "new, from seed 1"
+    train_a_leg(flags | {"max_update": 2})
+    assert started(flags)[2] == f"resumed from {folder / 'checkpoint_1_2'}"
 
 
 def test_restored_is_all_but_what_is_reset(trained: Path, tmp_path: Path):
@@ -217,7 +229,7 @@ def test_half_precision_has_masters_of_the_files_precision(golden: Path, tmp_pat
 
 def refusal(**flags: Any) -> str:
     run = tiny_run(**flags)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(LmtoolsError) as caught:
         find_origin(run, open_data(run.train))
     return str(caught.value)
 
@@ -243,6 +255,15 @@ def test_a_checkpoint_of_another_dictionary_model_or_kind(trained: Path, golden:
     free = {"dropout": 0.5, "tokens_per_sample": 8, "reset_dataloader": True}
     origin = started({"restore_file": path, "save_dir": str(tmp_path)} | free)[2]
     assert origin == f"restored from {resolved}", "dropout and, without learned positions, the window are free"
+
+
+def test_a_place_that_the_data_have_not(trained: Path, tmp_path: Path):
+    """Of a run with other batches, or of other data: said before anything starts."""
+    at = {"restore_file": str(trained / LAST), "resume": "never"}
+    found = refusal(**at, batch_size=400)
+    assert found.startswith("epoch 1 has 2 batches and 3 of them are done: the training split or the batch size is")
+    run = tiny_run(**at, batch_size=400, reset_dataloader=True)
+    assert find_origin(run, open_data(run.train)).kind == "restored"
 
 
 def test_a_broken_record_is_named(trained: Path, tmp_path: Path):
