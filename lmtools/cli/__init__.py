@@ -17,6 +17,7 @@ import typer
 
 from lmtools import __version__
 from lmtools.cli.commands import CommandTable
+from lmtools.cli.memory_errors import memory_errors
 from lmtools.cli.standard_streams import checked_standard_streams
 from lmtools.errors import LmtoolsError, WorkerError
 from lmtools.files import file_errors
@@ -66,7 +67,7 @@ def main() -> NoReturn:
     """
     with checked_standard_streams():
         try:
-            with worker(), _ended_in_order(), file_errors():
+            with worker(), _ended_in_order(), file_errors(), memory_errors():
                 app(prog_name="lmtools")  # not `python -m lmtools`, for completion
         except LmtoolsError as error:
             if isinstance(error, WorkerError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,21 @@ def test_options_that_cannot_work_are_refused(lmtools, txl, arguments, message):
     ran = lmtools(*txl, *arguments)
     assert ran.code in (1, 2)
     assert message in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--fairseq-compat", "--mem-len", 10**13], r"out of memory \(\d+ bytes [^\n]+ a smaller --mem-len 10{13}"),
+        (["--batch-size", 10**15], r"out of memory \([\d.]+ PiB [^\n]+ a smaller --batch-size 10{15}"),
+        ([f"--tokens-per-sample={10**25}"], "a size is too large [^\n]+ a smaller --tokens-per-sample 10{25}"),
+        (["--clamp-len", 10**25], "a size is too large to compute with; use a smaller --clamp-len 10{25}"),
+    ],
+)
+def test_what_no_memory_holds_is_one_line(lmtools, txl, arguments, message):
+    ran = lmtools(*txl, *arguments)
+    assert (ran.code, ran.out) == (1, "")
+    assert re.fullmatch(f"lmtools: {message}\n", ran.err)
 
 
 def test_each_task_names_the_other(lmtools, golden):

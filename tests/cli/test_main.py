@@ -15,6 +15,7 @@ from collections.abc import Callable
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import typer
@@ -182,6 +183,46 @@ def test_a_bug_is_not_caught(fail, bug):
 def test_what_the_file_system_refuses_is_one_line(fail, number, says):
     """Of whatever file, wherever it was opened: who knows its name can mend it."""
     assert fail(OSError(number, os.strerror(number), "parts/0.pt")) == Ran(1, "", f"lmtools: parts/0.pt: {says}\n")
+
+
+TOO_MUCH: dict[str, Callable[[], object]] = {
+    "torch": lambda: torch.zeros(10**15),
+    "numpy": lambda: np.arange(10**15),
+    "python": lambda: bytearray(2**62),
+}
+NO_SIZE: dict[str, Callable[[], object]] = {
+    "torch": lambda: torch.zeros(10**25),
+    "torch's product": lambda: torch.zeros(10**13, 10**13),
+    "torch's scalar": lambda: torch.zeros(1).clamp(max=10**400),
+    "numpy": lambda: np.arange(10**25),
+    "numpy's scalar": lambda: np.int64(1) * 10**25,
+    "python": lambda: len(range(10**25)),
+}
+
+
+def raised(cause: Callable[[], object]) -> BaseException:
+    with pytest.raises((MemoryError, RuntimeError, OverflowError, TypeError, ValueError)) as caught:
+        cause()
+    return caught.value
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_memory_that_cannot_be_had_is_one_line(fail, name):
+    code, out, err = fail(raised(TOO_MUCH[name]))
+    assert (code, out) == (1, "")
+    assert re.fullmatch(r"lmtools: out of memory( \([\d.]+ \w+ were asked for at once\))?; use a smaller [^\n]+\n", err)
+
+
+def test_memory_that_a_gpu_has_not_is_one_line(fail):
+    said = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 7.79 GiB\nof which"
+    line = "lmtools: out of memory (20.00 GiB were asked for at once); use a smaller --batch-size or model; "
+    assert fail(torch.OutOfMemoryError(said)) == (1, "", f"{line}`lmtools plan` says what one needs\n")
+
+
+@pytest.mark.parametrize("name", NO_SIZE)
+def test_a_number_that_no_size_can_be_is_one_line(fail, name):
+    line = "lmtools: a size is too large to compute with; use a smaller --batch-size or model; "
+    assert fail(raised(NO_SIZE[name])) == (1, "", f"{line}`lmtools plan` says what one needs\n")
 
 
 def test_a_bug_ends_with_its_traceback():
