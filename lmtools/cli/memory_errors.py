@@ -10,8 +10,10 @@ from contextlib import contextmanager
 
 from lmtools.errors import LmtoolsError
 
-_SIZES = ("--batch-size", "--max-sentences", "--max-tokens", "--tokens-per-sample", "--mem-len", "--ext-len")
-_SIZES += ("--max-new-tokens", "--beam", "--num-tokens")
+_SIZES = (
+    *("--batch-size", "--max-sentences", "--max-tokens", "--tokens-per-sample", "--mem-len", "--ext-len"),
+    *("--max-new-tokens", "--beam", "--num-tokens"),
+)
 """Options on which it depends how much is asked for at once."""
 
 _MANY_DIGITS = 10
