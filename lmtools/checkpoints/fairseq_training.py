@@ -35,6 +35,16 @@ class FairseqTraining:
     moments: Mapping[str, FairseqCheckpoint]
     adam_step: int
 
+    def verify_part(self, part: int) -> None:
+        """Compare the moments of one part with the checksums that its file has of them.
+
+        Raises:
+            CheckpointError: one is damaged.
+        """
+        for moments in self.moments.values():
+            for tensor in moments.parts[part].values():
+                tensor.storage.verify()
+
 
 def read_fairseq_training(checkpoint: FairseqCheckpoint, *, with_moments: bool = True) -> FairseqTraining:
     """Read a run's progress and find its moments, without reading their values.

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from lmtools.checkpoints.training_index import read_metadata, tensor_shapes
+from lmtools.checkpoints.training_index import read_metadata, tensor_shapes, verify_tensors
 from lmtools.errors import CheckpointError, LmtoolsError
 from lmtools.files import atomic_write_text, fsync_directory
 from lmtools.parallel.mesh import Mesh
@@ -271,7 +271,7 @@ def load_tensors(path: str | Path, tensors: Mapping[str, Tensor], mesh: Mesh) ->
         mesh: where we are.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape, or a file is broken.
+        CheckpointError: a tensor is missing, has another shape or is damaged, or a file is broken.
     """
     _expect_a_single_process()
     saved = tensor_shapes(path)
@@ -281,7 +281,10 @@ def load_tensors(path: str | Path, tensors: Mapping[str, Tensor], mesh: Mesh) ->
         if saved[name] != tuple(tensor.shape):
             raise CheckpointError(f"{path}: {name} has shape {saved[name]}, expected {tuple(tensor.shape)}")
     try:
+        verify_tensors(path, tensors, rank=mesh.rank, world_size=mesh.world_size)
         dcp.load(dict(tensors), storage_reader=_Reader(path), no_dist=mesh.world_size == 1)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: broken: {error}") from error
     except (CheckpointException, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path}: broken: {_cause(error)}") from error
 

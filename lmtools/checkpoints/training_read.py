@@ -14,50 +14,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lmtools.checkpoints.identity import identity_of_files
-from lmtools.checkpoints.lazy_tensor import LazyTensor
 from lmtools.checkpoints.models import model_config, new_model
 from lmtools.checkpoints.training import read_record
-from lmtools.checkpoints.training_index import read_metadata
-from lmtools.checkpoints.unpickle import read_torch_file
+from lmtools.checkpoints.training_index import Chunk, chunks_of, read_index
 from lmtools.errors import CheckpointError, ConfigError
 from lmtools.models.architectures import ModelConfig
 from lmtools.parallel.parallelize import without_memory
 
 _PREFIX = "model."
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A rectangle of a tensor, in a file.
-
-    Attributes:
-        offsets: where it begins, in each dimension.
-        sizes: how long it is, in each dimension.
-        path: the file.
-        span: first byte in the file, and the one after the last.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    path: Path
-    span: tuple[int, int]
-
-    def open(self) -> LazyTensor:
-        """The tensor that is in the file there.
-
-        Raises:
-            CheckpointError: another thing is there.
-        """
-        tensor = read_torch_file(self.path, span=self.span).content
-        if not isinstance(tensor, LazyTensor) or tensor.shape != self.sizes:
-            raise CheckpointError(
-                f"{self.path}: holds no tensor of shape {self.sizes} at byte {self.span[0]:,}, as .metadata says; "
-                "the files are not of one checkpoint"
-            )
-        return tensor
 
 
 @dataclass(frozen=True)
@@ -153,11 +120,7 @@ def open_training(path: str | Path) -> TrainingCheckpoint:
     folder = Path(path).resolve()
     record = read_record(folder)
     config = _config(record, folder)
-    try:
-        with open(folder / ".metadata", "rb") as stream:
-            index = read_metadata(stream)
-    except (CheckpointError, OSError) as error:
-        raise CheckpointError(f"{folder}: {error}") from error
+    index = read_index(folder)
     with without_memory():
         parameters = dict(new_model(config).named_parameters())
     saved = {name for name in index.state_dict_metadata if name.startswith(_PREFIX)}
@@ -170,7 +133,7 @@ def open_training(path: str | Path) -> TrainingCheckpoint:
         assert isinstance(entry, TensorStorageMetadata), "see read_metadata"
         if entry.size != parameter.shape:
             raise CheckpointError(f"{folder}: {name} has shape {tuple(entry.size)}, expected {tuple(parameter.shape)}")
-        chunks[name] = _chunks(_PREFIX + name, entry, index, folder)
+        chunks[name] = chunks_of(_PREFIX + name, entry, index, folder)
         dtypes[name] = entry.properties.dtype
     return TrainingCheckpoint(folder, record, config, chunks, dtypes)
 
@@ -180,19 +143,3 @@ def _config(record: Mapping[str, Any], folder: Path) -> ModelConfig:
         return model_config(record["model"], record["model"]["vocab_size"])
     except (KeyError, TypeError, ConfigError) as error:
         raise CheckpointError(f"{folder}: its configuration is of another version ({error})") from error
-
-
-def _chunks(name: str, entry: TensorStorageMetadata, index: Metadata, folder: Path) -> tuple[Chunk, ...]:
-    chunks = []
-    for saved in entry.chunks:
-        place = index.storage_data.get(MetadataIndex(name, saved.offsets)) if index.storage_data else None
-        if place is None or Path(place.relative_path).name != place.relative_path or place.transform_descriptors:
-            raise CheckpointError(f"{folder}: its .metadata does not say where {name} lies")
-        path = folder / place.relative_path
-        span = place.offset, place.offset + place.length
-        if not path.is_file() or path.stat().st_size < span[1]:
-            raise CheckpointError(f"{path}: ends before byte {span[1]:,}, where {name} does; the checkpoint is damaged")
-        chunks.append(Chunk(tuple(saved.offsets), tuple(saved.sizes), path, span))
-    if sum(torch.Size(chunk.sizes).numel() for chunk in chunks) != entry.size.numel():
-        raise CheckpointError(f"{folder}: the chunks of {name} do not make up the whole")
-    return tuple(chunks)

@@ -277,6 +277,10 @@ def _state_from_fairseq(run: Run, data: RunData, mesh: Mesh, origin: Origin) -> 
     """Weights, and where they are restored Adam's moments and progress, whatever the number of parts."""
     checkpoint, training = origin.fairseq, origin.fairseq_training
     assert checkpoint is not None
+    for part in range(mesh.rank, checkpoint.num_parts, mesh.world_size):
+        checkpoint.verify_part(part)
+        if training is not None:
+            training.verify_part(part)
     state = _new_state(run, mesh, origin.vocab_size, checkpoint.read)
     state.optimizer.create_state()
     for name, parameter in state.parameters.items():

@@ -32,7 +32,7 @@ from lmtools.checkpoints.training import (
     read_record,
     remove_leftovers,
 )
-from lmtools.checkpoints.training_index import tensor_shapes
+from lmtools.checkpoints.training_index import tensor_shapes, verify_tensors
 from lmtools.errors import CheckpointError
 from lmtools.parallel.mesh import Mesh, make_mesh
 from tests.support.ranks import run_ranks
@@ -317,6 +317,31 @@ def test_a_damaged_file_is_an_error_that_names_the_checkpoint(tmp_path: Path, na
         load(tmp_path / "last")
     assert str(caught.value).startswith(f"{tmp_path / 'last'}: ")
     assert "\n" not in str(caught.value)
+
+
+def flip_a_bit(path: Path, value: bytes) -> None:
+    """In the last of a run of values."""
+    content = bytearray(path.read_bytes())
+    content[content.rindex(value)] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_value_that_has_changed_on_the_disk_is_not_trained_on(tmp_path: Path):
+    """torch's reader would take it; only what is loaded is checked."""
+    save(tmp_path / "checkpoint_1_5", {"x": torch.full((1000,), 3.0), "y": torch.full((1000,), 5.0)})
+    path = tmp_path / "checkpoint_1_5" / "__0_0.distcp"
+    flip_a_bit(path, torch.tensor([5.0]).numpy().tobytes())
+    assert torch.equal(load(tmp_path / "last")["x"], torch.full((1000,), 3.0))
+    with pytest.raises(CheckpointError, match=r"/__0_0.distcp: the bytes of storage .* have checksum"):
+        load(tmp_path / "last", "x", "y")
+
+
+def test_ranks_share_the_checking(tmp_path: Path):
+    save(tmp_path / "checkpoint_1_5", {"x": torch.full((1000,), 3.0), "y": torch.full((1000,), 5.0)})
+    flip_a_bit(tmp_path / "checkpoint_1_5" / "__0_0.distcp", torch.tensor([5.0]).numpy().tobytes())
+    verify_tensors(tmp_path / "last", ["x", "y"], rank=0, world_size=2)
+    with pytest.raises(CheckpointError, match="have checksum"):
+        verify_tensors(tmp_path / "last", ["x", "y"], rank=1, world_size=2)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

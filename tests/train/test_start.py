@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmtools.checkpoints.fairseq import open_fairseq
+from lmtools.checkpoints.fairseq_training import read_fairseq_training
+from lmtools.checkpoints.lazy_tensor import LazyTensor
 from lmtools.data.batches import Position
 from lmtools.errors import CheckpointError, LmtoolsError
 from lmtools.train.checkpoints import BEST, LAST
@@ -212,6 +215,39 @@ def test_progress_of_a_genuine_run(golden: Path, tmp_path: Path):
     weights = started(flags | {"finetune_from": str(golden / "mp4")})
     assert (weights[1]["num_updates"], weights[1]["position"]) == (0, Position())
     assert not weights[0]["optimizer.layer_norm.weight.exp_avg"].any()
+
+
+def flipped(path: Path, tensor: LazyTensor) -> None:
+    """One bit of a tensor's last value changes, as on a failing disk."""
+    data = bytearray(path.read_bytes())
+    data[tensor.storage.offset + tensor.storage.num_bytes - 2] ^= 0x40
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["restore_file", "finetune_from"])
+def test_fairseqs_parts_are_checked_as_those_that_are_evaluated(golden: Path, tmp_path: Path, kind):
+    """A damaged file, or an earlier part under another name: what is trained from it would look as any other run."""
+    folder = tmp_path / "mp4"
+    shutil.copytree(golden / "mp4", folder)
+    first, second = (folder / f"model-model_part-{part}.pt" for part in (0, 1))
+    flags = {**GENUINE, "save_dir": str(tmp_path / "run"), kind: str(folder)}
+    flipped(second, open_fairseq(folder).parts[1]["layers.0.fc1.weight"])
+    with pytest.raises(CheckpointError, match=rf"{second}: the bytes of storage .* have checksum"):
+        start(**flags)
+    shutil.copy(first, second)
+    with pytest.raises(CheckpointError, match=rf"{second}: .*{first.name}"):
+        start(**flags)
+
+
+def test_adams_moments_of_fairseqs_are_checked_where_they_are_used(golden: Path, tmp_path: Path):
+    shutil.copytree(golden / "mp4", tmp_path / "mp4")
+    training = read_fairseq_training(open_fairseq(tmp_path / "mp4"))
+    path = tmp_path / "mp4" / "model-model_part-2.pt"
+    flipped(path, training.moments["exp_avg_sq"].parts[2]["layers.0.fc1.weight"])
+    flags = {**GENUINE, "save_dir": str(tmp_path / "run")}
+    with pytest.raises(CheckpointError, match=rf"{path}: the bytes of storage .* have checksum"):
+        start(**flags, restore_file=str(tmp_path / "mp4"))
+    start(**flags, finetune_from=str(tmp_path / "mp4"))
 
 
 def test_half_precision_has_masters_of_the_files_precision(golden: Path, tmp_path: Path):
