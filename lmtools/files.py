@@ -14,7 +14,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, BinaryIO, cast
 
@@ -145,23 +145,45 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         if target == Path.cwd() or target.is_mount():
             kind = "a mount point" if target.is_mount() else "the current folder"
             raise LmtoolsError(f"{path}: is {kind}, in whose place no other can be put; name a folder in it")
-    with disk_errors(path):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _temporary_name(target) as temporary:
-            try:
-                temporary.mkdir()
-                yield temporary
-                for name in temporary.rglob("*"):
-                    if name.is_file():
-                        fsync_file(name)
-                    elif name.is_dir():
-                        fsync_directory(name)
-                fsync_directory(temporary)
-                temporary.replace(target)
-                fsync_directory(target.parent)
-            except BaseException:
-                shutil.rmtree(temporary, ignore_errors=True)
-                raise
+    with disk_errors(path), made_folder(target.parent), _temporary_name(target) as temporary:
+        try:
+            temporary.mkdir()
+            yield temporary
+            for name in temporary.rglob("*"):
+                if name.is_file():
+                    fsync_file(name)
+                elif name.is_dir():
+                    fsync_directory(name)
+            fsync_directory(temporary)
+            temporary.replace(target)
+            fsync_directory(target.parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def made_folder(path: str | Path) -> Iterator[None]:
+    """Make a folder that files are to be written into, if it is not there.
+
+    After an exception what this has made is removed, parents included, where nothing lies in it.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        LmtoolsError: it cannot be made.
+    """
+    absent = [folder for folder in (Path(path), *Path(path).parents) if not os.path.lexists(folder)]
+    try:
+        with disk_errors(path):
+            Path(path).mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for folder in absent:
+            with suppress(OSError):  # it is not empty, or was never made
+                folder.rmdir()
+        raise
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from lmtools.files import (
     atomic_write_text,
     disk_errors,
     is_device_or_pipe,
+    made_folder,
     open_binary,
     remove_noted_temporaries,
     require_free_space,
@@ -386,13 +387,51 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_error_leaves_no_folder(tmp_path: Path, error: type[BaseException]) -> None:
     def fill() -> None:
-        with atomic_directory(tmp_path / "folder") as folder:
+        with atomic_directory(tmp_path / "new" / "folder") as folder:
             (folder / "file").touch()
             raise error
 
     with pytest.raises(error):
         fill()
     assert names(tmp_path) == []
+
+
+def fill_and_fail(folder: Path, *files: str) -> None:
+    with made_folder(folder):
+        for file in files:
+            (folder / file).touch()
+        raise KeyboardInterrupt
+
+
+def test_a_folder_that_was_made_stays_where_nothing_fails(tmp_path: Path) -> None:
+    for _ in range(2):
+        with made_folder(tmp_path / "new" / "folder"):
+            pass
+    assert names(tmp_path / "new") == ["folder"]
+
+
+def test_an_error_leaves_no_folder_that_was_made_in_vain(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    for folder in (tmp_path / "new" / "folder", tmp_path / "old" / "new", tmp_path / "old"):
+        with pytest.raises(KeyboardInterrupt):
+            fill_and_fail(folder)
+    assert names(tmp_path) == ["old"], "what was there before stays"
+    assert names(tmp_path / "old") == []
+
+
+def test_an_error_leaves_what_was_written(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        fill_and_fail(tmp_path / "new" / "folder", "file")
+    assert names(tmp_path / "new" / "folder") == ["file"]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LmtoolsError, match="file: is a file, expected a folder"):
+        fill_and_fail(tmp_path / "file" / "folder")
+    with pytest.raises(LmtoolsError, match="the name is too long"):
+        fill_and_fail(tmp_path / "new" / ("x" * 300))
+    assert names(tmp_path) == ["file"]
 
 
 def test_a_folder_with_content_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +21,7 @@ from lmtools.cli.options import (
 )
 from lmtools.cli.text_workers import SchedulerOption, absolute_names, text_workers
 from lmtools.compressed import COMPRESSED_SUFFIXES
-from lmtools.files import STDIO, disk_errors
+from lmtools.files import STDIO, made_folder
 
 
 def detok(
@@ -54,7 +55,10 @@ def detok(
 
     require_pairs(sources, targets)
     described = []
-    with text_workers(workers, scheduler, reads=sources, writes=targets) as chosen:
+    with (
+        nullcontext() if output_dir is None else made_folder(output_dir),
+        text_workers(workers, scheduler, reads=sources, writes=targets) as chosen,
+    ):
         for source, target in zip(sources, targets, strict=True):
             found = find_detokenized(source, target) if skip_unchanged else None
             if found is not None:
@@ -89,8 +93,6 @@ def _name_outputs(paths: list[str], output_dir: Path | None) -> tuple[list[str],
         raise typer.BadParameter("standard input (-) has no name to make an output of", param_hint="--output-dir")
     if output_dir.exists() and not output_dir.is_dir():
         raise typer.BadParameter(f"{output_dir} is a file, expected a folder", param_hint="--output-dir")
-    with disk_errors(output_dir):
-        output_dir.mkdir(parents=True, exist_ok=True)
     return paths, [str(output_dir / f"{_stem(path)}.detok") for path in paths]
 
 

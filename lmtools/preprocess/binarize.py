@@ -32,7 +32,7 @@ from lmtools.artifacts import (
 )
 from lmtools.data.indexed_writer import bin_path, idx_path, replace_dataset
 from lmtools.errors import ConfigError
-from lmtools.files import disk_errors, fsync_directory, fsync_file, is_device_or_pipe
+from lmtools.files import disk_errors, fsync_directory, fsync_file, is_device_or_pipe, made_folder
 from lmtools.preprocess import encode
 from lmtools.preprocess.encode import SplitCounts
 from lmtools.preprocess.lines import ByteRange, Unchanged, cut_at_newlines, plain_file, scratch_folder
@@ -149,11 +149,10 @@ def binarize(
         ConfigError: the folder is a file, or holds other splits of another dictionary.
         DataError: an input is missing, broken, not UTF-8 or changed meanwhile; a dictionary is refused, or has no
             words to be built from.
-        LmtoolsError: the disk is full or may not be written. The folder is as it was.
+        LmtoolsError: the disk is full or may not be written. The folder is as it was, or absent.
     """
     _require_usable_folder(job)
-    with disk_errors(job.destdir), ExitStack() as stack:
-        job.destdir.mkdir(parents=True, exist_ok=True)
+    with disk_errors(job.destdir), made_folder(job.destdir), ExitStack() as stack:
         scratch = stack.enter_context(scratch_folder(job.destdir / "binarize"))
         plain = {text: stack.enter_context(plain_file(text, scratch)) for text in dict.fromkeys(job.texts())}
         unchanged = Unchanged(plain.items())

@@ -22,7 +22,7 @@ from typing import Literal
 
 from lmtools.artifacts import FileRecord, Manifest, read_manifest, write_manifest
 from lmtools.errors import ConfigError, DownloadError
-from lmtools.files import atomic_directory, disk_errors, require_free_space, sha256_file
+from lmtools.files import atomic_directory, disk_errors, made_folder, require_free_space, sha256_file
 from lmtools.preprocess.archives import unpack, unpacked_size
 from lmtools.preprocess.partfile import PartFile
 from lmtools.preprocess.sources import Artifact, RemoteFile
@@ -83,8 +83,7 @@ def download(
     if (outcome := _find(artifact, dest, report)) is not None:  # without the lock: the folder may be read-only
         return outcome
     get = None if offline else partial(fetch, policy=policy, bar=bar, report=report)
-    _make_folder(dest)
-    with _one_at_a_time(dest / f".{artifact.name}.lock", report):
+    with _folder(dest), _one_at_a_time(dest / f".{artifact.name}.lock", report):
         if (outcome := _find(artifact, dest, report)) is not None:
             return outcome
         if artifact.archive is not None:
@@ -179,16 +178,16 @@ def _bring_files(artifact: Artifact, dest: Path, get: Get | None) -> Outcome:
     if get is None:
         names = ", ".join(str(folder / file.name) for file in missing)
         raise DownloadError(f"{artifact.name}: offline, and not there: {names}")
-    _make_folder(folder)
-    parts = [PartFile(folder / file.name) for file in missing]
-    needed = sum((file.num_bytes or 0) - part.num_bytes() for file, part in zip(missing, parts, strict=True))
-    require_free_space(folder, needed, artifact.name)
-    urls = []
-    for file, part in zip(missing, parts, strict=True):
-        urls.append(get(file, part))
-        output = replace(FileRecord.of(part.path), path=file.name)
-        _write_manifest(folder / file.name, artifact, urls[-1:], [], [output])
-        part.finish()
+    with _folder(folder):
+        parts = [PartFile(folder / file.name) for file in missing]
+        needed = sum((file.num_bytes or 0) - part.num_bytes() for file, part in zip(missing, parts, strict=True))
+        require_free_space(folder, needed, artifact.name)
+        urls = []
+        for file, part in zip(missing, parts, strict=True):
+            urls.append(get(file, part))
+            output = replace(FileRecord.of(part.path), path=file.name)
+            _write_manifest(folder / file.name, artifact, urls[-1:], [], [output])
+            part.finish()
     return Outcome(artifact.name, "downloaded", tuple(folder / file.name for file in artifact.files), tuple(urls))
 
 
@@ -229,11 +228,12 @@ def _require_own(path: Path, artifact: Artifact) -> None:
             raise DownloadError(f"{output}: missing or changed since it was downloaded; {advice}")
 
 
-def _make_folder(path: Path) -> None:
+@contextmanager
+def _folder(path: Path) -> Iterator[None]:
     if path.exists() and not path.is_dir():
         raise DownloadError(f"{path}: is a file, expected a folder; choose another --dest")
-    with disk_errors(path):
-        path.mkdir(parents=True, exist_ok=True)
+    with made_folder(path):
+        yield
 
 
 @contextmanager

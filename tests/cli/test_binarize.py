@@ -162,7 +162,7 @@ def test_wrong_usage(run: Run, arguments: list[str], message: str) -> None:
     assert message in ran.err
 
 
-def test_an_error_is_one_line_and_leaves_the_folder_empty(run: Run, texts: Path) -> None:
+def test_an_error_is_one_line_and_leaves_no_folder(run: Run, texts: Path) -> None:
     (texts / "dict.txt").write_text("a 3\n<pad> 2\n")
     ran = run(
         *("--testpref", texts / "test.txt", "--srcdict", texts / "dict.txt", "--destdir", texts / "bin", "--workers", 2)
@@ -173,7 +173,7 @@ def test_an_error_is_one_line_and_leaves_the_folder_empty(run: Run, texts: Path)
         f"lmtools: {texts}/dict.txt:2: '<pad>' is a special symbol, which every dictionary has before its first row; "
         "remove this row\n",
     )
-    assert list((texts / "bin").iterdir()) == []
+    assert not (texts / "bin").exists()
 
 
 # Processes

@@ -85,6 +85,7 @@ def test_the_counts_travel_to_the_ids_and_back(lmtools: Lmtools, golden: Path, t
         ([".", "out"], 1, "lmtools: .: is a folder, expected a file\n"),
         (["x" * 300, "out"], 1, "x: cannot be opened (File name too long)\n"),
         (["bad", "out"], 1, "lmtools: bad:3: not UTF-8 (byte 0xed at byte 2 of the line); convert the text first\n"),
+        (["bad", "--output-dir", "new/out"], 1, "lmtools: bad:3: not UTF-8"),
         (["raw", "folder"], 1, "lmtools: folder: is a folder, expected a file name\n"),
         (["raw", "-", "--json"], 2, "standard output has the data already"),
     ],

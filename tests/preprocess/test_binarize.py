@@ -231,7 +231,7 @@ def test_no_dictionary_without_words(tmp_path: Path, text: str, different: int) 
     job = BinarizeJob({"train": path}, tmp_path / "bin", path, DictionaryRules(threshold=2))
     with pytest.raises(DataError, match=rf"train\.txt: no word is left .*, of {different} different ones"):
         binarize(job)
-    assert list(job.destdir.iterdir()) == []
+    assert not job.destdir.exists()
 
 
 @pytest.mark.usefixtures("small_ranges")
@@ -243,7 +243,7 @@ def test_a_byte_that_is_not_utf8_is_named_with_its_line_and_nothing_is_written(
     job = use(tmp_path, "a 1\n", train=text) if given_dictionary else build(tmp_path, train=text)
     with pytest.raises(DataError, match=r"train\.txt:701: not UTF-8 \(byte 0xff at byte 6 of the line\)"):
         binarize(job)
-    assert list(job.destdir.iterdir()) == []
+    assert not job.destdir.exists()
 
 
 def test_a_lone_surrogate_is_not_utf8(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_a_text_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> Non
     job = build(tmp_path, train="a b\n")
     with pytest.raises(DataError, match=r"train\.txt: was changed while it was read"):
         binarize(job, progress=lambda _: Path(job.splits["train"]).write_text("a b\nc\n") and None)
-    assert not list(job.destdir.iterdir())
+    assert not job.destdir.exists()
 
 
 def test_progress_counts_every_byte_that_is_read(tmp_path: Path) -> None:
@@ -437,6 +437,11 @@ def test_a_missing_input_is_found_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"test\.txt: no such file"):
         binarize(job, progress=read.append)
     assert read == []
+    assert not job.destdir.exists(), "it was made for this"
+    job.destdir.mkdir()
+    with pytest.raises(DataError, match=r"test\.txt: no such file"):
+        binarize(job)
+    assert list(job.destdir.iterdir()) == []
 
 
 def test_a_destdir_that_is_a_file_is_refused(tmp_path: Path) -> None:

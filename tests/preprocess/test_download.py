@@ -214,7 +214,7 @@ def test_the_archive_is_kept_on_request(server: FileServer, tmp_path: Path) -> N
 def test_offline_says_what_is_missing(server: FileServer, tmp_path: Path) -> None:
     files = (RemoteFile("a", ("http://127.0.0.1:9/a",), sha256="0"), RemoteFile("b", ("http://127.0.0.1:9/b",)))
     with pytest.raises(DownloadError, match=r"two: offline, and not there: .*/folder/a, .*/folder/b"):
-        download(Artifact("two", "", "folder", files), tmp_path, offline=True)
+        download(Artifact("two", "", "folder", files), tmp_path / "new" / "dest", offline=True)
     with pytest.raises(DownloadError, match=r"offline, and neither .*text-raw/ nor .*text-raw-v1\.zip is there"):
         download(text(server.url("x")), tmp_path, offline=True)
     assert listing(tmp_path) == []
