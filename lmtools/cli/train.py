@@ -98,7 +98,9 @@ def _train(run: Run, ignored: list[str]) -> None:
     from lmtools.train.signals import stop_signals
     from lmtools.train.start import start_state
 
-    with stop_signals() as stop, open_mesh(dp=config.dp, tp=config.mp, device=config.device) as mesh:
+    # Until the ranks have found each other a signal ends each of them at once: one that only remembers it would wait
+    # for another that it has ended.
+    with open_mesh(dp=config.dp, tp=config.mp, device=config.device) as mesh, stop_signals() as stop:
         report = Reporter(run, mesh, len(data.dictionary))
         try:
             state, origin = start_state(run, data, mesh)

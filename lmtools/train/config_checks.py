@@ -76,6 +76,13 @@ def _require_sense_of_blocks(train: TrainConfig, model: Mapping[str, Any]) -> No
             f"--tokens-per-sample {train.tokens_per_sample}: longer than --max-target-positions "
             f"{model['max_target_positions']}"
         )
+    width = -(-train.tokens_per_sample // train.mp) * train.mp
+    if train.sequence_parallel and model["decoder_learned_pos"] and width > model["max_target_positions"]:
+        raise ConfigError(
+            f"--sequence-parallel with --decoder-learned-pos: --mp {train.mp} pads --tokens-per-sample "
+            f"{train.tokens_per_sample} to {width}, more than --max-target-positions {model['max_target_positions']}; "
+            "choose one that --mp divides"
+        )
     if train.fairseq_compat:
         raise ConfigError("--fairseq-compat: is of --task truncated_bptt_lm")
 

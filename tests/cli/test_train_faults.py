@@ -6,11 +6,14 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lmtools.errors import ConfigError
+from lmtools.parallel import mesh
 from tests.support.agents import run_on_two_agents
 from tests.support.commands import Running, start_command
 from tests.support.processes import processes_with
@@ -91,6 +94,21 @@ def test_ctrl_c_on_a_terminal_reaches_all_processes_and_saves_once(start: Start,
     assert running.result(60)[0] == 130
     assert processes_with(marker) == []
     assert num_saved(folder) == len(updates(folder))
+
+
+def test_a_signal_ends_ranks_at_once_until_they_have_found_each_other(lmtools, golden: Path, folder: Path, monkeypatch):
+    """A rank that only remembers it would wait for one that it has ended."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGINT)}
+
+    @contextmanager
+    def open_mesh(**_: object) -> Iterator[None]:
+        assert {number: signal.getsignal(number) for number in before} == before
+        raise ConfigError("as far as this")
+        yield
+
+    monkeypatch.setattr(mesh, "open_mesh", open_mesh)
+    ran = lmtools("train", golden / "bin", "--save-dir", folder, *MODEL, *RUN, "--max-update", 1)
+    assert ran.err == "lmtools: as far as this\n"
 
 
 # --- killed ---

@@ -97,6 +97,10 @@ def test_the_vocabulary_is_the_datas_business():
         ("init_std = -0.1", "run.toml: init_std: expected 0 or more, found -0.1"),
         ("dropout = 1.0", "--dropout 1.0: expected less than 1"),
         ("tokens_per_sample = 64\nmax_target_positions = 32", "--tokens-per-sample 64: longer than"),
+        (
+            "decoder_learned_pos = true\nsequence_parallel = true\nmp = 2\ntokens_per_sample = 33",
+            "--mp 2 pads --tokens-per-sample 33 to 34, more than --max-target-positions 33; choose one that",
+        ),
         ("fp16 = true\nmemory_efficient_bf16 = true", "--fp16 and --bf16"),
         ("restore_file = 'a'\nfinetune_from = 'b'", "--restore-file and --finetune-from: give one"),
         ("finetune_from = ''", "--finetune-from: is empty, expected a checkpoint; leave it out to start anew"),

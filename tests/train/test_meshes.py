@@ -70,6 +70,7 @@ def train_over_the_epochs_edge(num_batches_left: int, flags: dict[str, Any]) -> 
 Flags = dict[str, Any]
 
 UNTIED: Flags = {"share_decoder_input_output_embed": False}
+POST_NORM: Flags = {"decoder_normalize_before": False}
 SEQUENCE: Flags = {"sequence_parallel": True}
 RECOMPUTE: Flags = {"checkpoint_activations": True}
 
@@ -81,6 +82,7 @@ VARIANTS: dict[tuple[int, int], list[Flags]] = {
         *[{}, {"zero": 2}, {"zero": 3}],
         *[UNTIED, UNTIED | {"zero": 3}],
         *[SEQUENCE, RECOMPUTE | {"zero": 2}, SEQUENCE | RECOMPUTE | {"zero": 3}],
+        POST_NORM | SEQUENCE | {"zero": 2},
     ],
 }
 """What is tried on each mesh of mp x dp."""
@@ -99,8 +101,8 @@ def on_mesh(mp: int, dp: int) -> list[list[list[Outcome]]]:
 
 
 @cache
-def on_one_rank(*, tied: bool) -> list[Outcome]:
-    flags = {"update_freq": 4, "share_decoder_input_output_embed": tied}
+def on_one_rank(*, tied: bool, pre_norm: bool) -> list[Outcome]:
+    flags = {"update_freq": 4, "share_decoder_input_output_embed": tied, "decoder_normalize_before": pre_norm}
     return [train_over_the_epochs_edge(left, flags) for left in (1, 3)]
 
 
@@ -124,7 +126,7 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
 
 
 def test_the_reference_is_clipped_and_its_norm_is_that_of_all_gradients():
-    for outcome in on_one_rank(tied=True):
+    for outcome in on_one_rank(tied=True, pre_norm=True):
         assert outcome.counts[1] < outcome.counts[0], "the epoch's last update is a smaller one"
         assert min(outcome.norms) > 0.5, "clipping is at work"
         clipped = math.sqrt(sum(float(gradient.square().sum()) for gradient in outcome.gradients.values()))
@@ -146,7 +148,10 @@ def test_the_reference_is_clipped_and_its_norm_is_that_of_all_gradients():
 )
 def test_any_mesh_trains_as_one_rank(mp: int, dp: int, variant: int):
     """With 1 batch left, dp_rank 1 has none in the only micro-step; with 3, none in the second of two."""
-    expected = on_one_rank(tied="share_decoder_input_output_embed" not in VARIANTS[mp, dp][variant])
+    flags = VARIANTS[mp, dp][variant]
+    expected = on_one_rank(
+        tied="share_decoder_input_output_embed" not in flags, pre_norm="decoder_normalize_before" not in flags
+    )
     for rank in on_mesh(mp, dp):
         for found, reference in zip(rank[variant], expected, strict=True):
             assert_same(found, reference)
@@ -158,7 +163,7 @@ def test_compiled_blocks_train_as_they_are(flags: Flags):
     ranks = flags.get("mp", 1) * flags.get("dp", 1)
     flags = flags | {"compile": True, "update_freq": 4 // flags.get("dp", 1)}
     for outcome in run_ranks(ranks, train_compiled, flags, timeout_seconds=280):
-        assert_same(outcome, on_one_rank(tied=True)[0])
+        assert_same(outcome, on_one_rank(tied=True, pre_norm=True)[0])
 
 
 def train_compiled(flags: Flags) -> Outcome:
