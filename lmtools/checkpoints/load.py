@@ -103,7 +103,16 @@ def require_divisible(checkpoint: Checkpoint, tp_size: int) -> None:
             f"--mp {tp_size}: does not divide the model's {num_heads} attention heads and {num_units} feed-forward "
             f"units; use one of {sizes}"
         )
-    for num_rows in _vocabularies(checkpoint.config):
+    require_rows_on_every_rank(checkpoint.config, tp_size)
+
+
+def require_rows_on_every_rank(config: ModelConfig, tp_size: int) -> None:
+    """Refuse a tensor-parallel size that leaves a rank without rows of a vocabulary, or of a cluster of one.
+
+    Raises:
+        ConfigError: names the vocabulary.
+    """
+    for num_rows in _vocabularies(config):
         if shard_bounds(num_rows, tp_size, tp_size - 1)[0] == num_rows:
             raise ConfigError(f"--mp {tp_size}: leaves a rank without any of the vocabulary of {num_rows}; use fewer")
 

@@ -169,6 +169,7 @@ def plan(
 
     import torch
 
+    from lmtools.checkpoints.load import require_rows_on_every_rank
     from lmtools.checkpoints.models import model_config
     from lmtools.models.architectures import TransformerXLConfig
     from lmtools.plan.evaluation import eval_document, plan_evaluation, plan_stream_evaluation
@@ -186,6 +187,7 @@ def plan(
     if vocab_size is None:
         vocab_size = 267_744 if run.train.task == "truncated_bptt_lm" else 51_200
     model = model_config(run.model, vocab_size)
+    require_rows_on_every_rank(model, run.train.mp)
     speed = Speed(flops, utilisation, link_bandwidth) if flops else None
     limit = int(gpu_memory * GIB) if gpu_memory is not None else None
     if evaluate:

@@ -73,14 +73,15 @@ def _train(run: Run, ignored: list[str]) -> None:
     if config.log_format in ("rich", "simple") and not has_launcher() and os.environ.get("RANK", "0") == "0":
         for line in ignored:
             say(f"train: {line}")
-    if (config.mp * config.dp > 1 or config.restarts) and not is_worker():
-        import signal
-
+    if not is_worker():
         from lmtools.train.precision import LossScaler
         from lmtools.train.start import find_origin
 
         LossScaler.of(config)
         find_origin(run, data)
+    if (config.mp * config.dp > 1 or config.restarts) and not is_worker():
+        import signal
+
         run_workers(
             sys.argv[1:],
             num_workers=config.mp * config.dp,

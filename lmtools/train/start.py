@@ -18,7 +18,8 @@ from torch import Tensor
 
 from lmtools.checkpoints.fairseq import FairseqCheckpoint
 from lmtools.checkpoints.fairseq_training import FairseqTraining, read_fairseq_training
-from lmtools.checkpoints.load import open_torch_files
+from lmtools.checkpoints.load import open_torch_files, require_rows_on_every_rank
+from lmtools.checkpoints.models import model_config
 from lmtools.checkpoints.training import is_training_checkpoint, load_tensors, read_record
 from lmtools.checkpoints.training_index import tensor_shapes
 from lmtools.checkpoints.transformer_xl import TransformerXLCheckpoint, is_transformers_folder, open_transformer_xl
@@ -83,7 +84,14 @@ def find_origin(run: Run, data: RunData) -> Origin:
 
     Raises:
         CheckpointError: a checkpoint that is asked for is not there, is broken or does not fit the run.
+        ConfigError: --mp leaves a rank without rows of the vocabulary.
     """
+    origin = _find_origin(run, data)
+    require_rows_on_every_rank(model_config(run.model, origin.vocab_size), run.train.mp)
+    return origin
+
+
+def _find_origin(run: Run, data: RunData) -> Origin:
     config = run.train
     last = Path(config.save_dir) / LAST
     # A run that elastic starts again goes on from what it has saved, whatever it was told to start from.

@@ -150,6 +150,7 @@ def test_a_configuration_file_is_planned_as_it_would_be_run(lmtools, tmp_path):
     [
         (["--arch", "megatron"], "--arch megatron: expected one of transformer_lm, "),
         ([*ELEVEN[1:3], "--mp", 5], "--mp 5: does not divide the model's 32 attention heads"),
+        ([*ELEVEN[1:3], "--mp", 16, "--vocab-size", 7], "--mp 16: leaves a rank without any of the vocabulary of 7"),
         ([*ELEVEN[1:3], "--zero", 1], "--zero: "),
         (
             ["--arch", "transformer_xl", "--eval", "--context-window", 9],

@@ -23,6 +23,10 @@ MODEL += ["--decoder-attention-heads", 4, "--arch", "transformer_lm_megatron"]
 RUN = ["--tokens-per-sample", 32, "--batch-size", 2, "--lr", 1e-3, "--log-format", "none", "--seed", 3]
 ENDLESS = ["--max-update", 1_000_000]
 
+TINY_TAIL = ["--arch", "transformer_xl", "--task", "truncated_bptt_lm", "--n-layer", 1, "--d-model", 16]
+TINY_TAIL += ["--n-head", 4, "--d-head", 4, "--d-inner", 16, "--cutoffs", 139]
+"""A Transformer-XL whose second cluster has the last 5 of 144 types."""
+
 Start = Callable[..., Running]
 
 
@@ -147,13 +151,16 @@ def test_restarts_go_on_from_the_last_checkpoint(start: Start, folder: Path, mar
     ("options", "exit_code", "message"),
     [
         (["--mp", 3], 2, "heads"),
+        (["--mp", 4, *TINY_TAIL], 2, "--mp 4: leaves a rank without any of the vocabulary of 5; use fewer"),
         (["--train-subset", "none-such"], 1, "none-such"),
+        (["--restore-file", "none-such"], 1, "none-such"),
         (["--lr-scheduler", "inverse_sqrt", "--warmup-updates", -1], 2, "warmup"),
         (["--tokens-per-sample", 0], 2, "tokens-per-sample"),
     ],
 )
 def test_what_cannot_work_is_one_line(lmtools, golden: Path, folder: Path, options, exit_code, message):
-    ran = lmtools("train", golden / "bin", "--save-dir", folder, *MODEL, *RUN, "--max-update", 1, *options)
+    model = [] if "--arch" in options else MODEL
+    ran = lmtools("train", golden / "bin", "--save-dir", folder, *model, *RUN, "--max-update", 1, *options)
     assert (ran.code, ran.out) == (exit_code, "")
     assert message in ran.err
     assert ran.err.startswith("lmtools: ")

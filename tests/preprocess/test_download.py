@@ -215,6 +215,7 @@ def test_offline_says_what_is_missing(server: FileServer, tmp_path: Path) -> Non
     files = (RemoteFile("a", ("http://127.0.0.1:9/a",), sha256="0"), RemoteFile("b", ("http://127.0.0.1:9/b",)))
     with pytest.raises(DownloadError, match=r"two: offline, and not there: .*/folder/a, .*/folder/b"):
         download(Artifact("two", "", "folder", files), tmp_path / "new" / "dest", offline=True)
+    assert not (tmp_path / "new").exists()
     with pytest.raises(DownloadError, match=r"offline, and neither .*text-raw/ nor .*text-raw-v1\.zip is there"):
         download(text(server.url("x")), tmp_path, offline=True)
     assert listing(tmp_path) == []
