@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,11 @@ from hypothesis import settings
 # Models here are tiny: a second thread has nothing to do but wait for the first. Before torch is imported, which reads
 # this once, and for the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# Tests send Ctrl-C to commands that they start; a shell that starts the tests in the background has them, and these
+# commands, ignore it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example may take says more about the machine than about the code.
 settings.register_profile("no deadline", deadline=None)

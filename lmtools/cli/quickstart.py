@@ -9,7 +9,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -116,12 +115,11 @@ def raw_lines() -> Iterator[str]:
 
 def run_commands(commands: str, folder: Path) -> None:
     """Run lines of `lmtools ...` in a folder, and stop at the first that fails or is told to stop."""
-    from lmtools.recipes.run import passed_on
+    from lmtools.recipes.run import ending_first
 
     for line in commands.splitlines():
         print(f"\n$ {line}", flush=True)
-        child = subprocess.Popen([sys.executable, "-m", *shlex.split(line)], cwd=folder)
-        with passed_on(child):
+        with ending_first([sys.executable, "-m", *shlex.split(line)], cwd=folder) as child:
             code = child.wait()
         if code != 0:
             raise typer.Exit(code if code > 0 else 128 - code)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,15 +83,39 @@ def _run(what: str, command: Sequence[str], stdout: Path | None) -> None:
     # The text is UTF-8, whatever the locale; fairseq opens it as the locale says.
     environment = os.environ | {"PYTHONUTF8": "1", "CUDA_VISIBLE_DEVICES": ""}
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment) as child:
-        try:
-            out, errors = child.communicate()
-        except BaseException:  # told to end; `subprocess.run` would not wait after Ctrl-C, and the folder goes next
-            child.kill()
-            child.wait()
-            raise
+    child: subprocess.Popen[bytes] | None = None
+    try:
+        with _signals_held():
+            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment)
+        out, errors = child.communicate()
+    except BaseException:  # told to end; `subprocess.run` would not wait after Ctrl-C, and the folder goes next
+        if child is not None:
+            with child:  # closes its pipes, and waits
+                child.kill()
+        raise
     if child.returncode:
         said = (errors or out).decode("utf-8", "replace").strip().splitlines() or ["it said nothing"]
         raise LmtoolsError(f"{what} failed (exit {child.returncode}): {said[-1].removeprefix('lmtools: ')}")
     if stdout is not None:
         stdout.write_bytes(out)
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Signals that end this process have their effect when the block ends.
+
+    Around the start of a program: an exception in the middle of that would leave it running, and nobody to know of it.
+    """
+    held: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    # What is ignored stays so: the program is to ignore it too.
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, lambda number, _frame: held.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for received in held:
+            signal.raise_signal(received)

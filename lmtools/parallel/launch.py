@@ -47,6 +47,9 @@ _LAUNCHER_PID = "LMTOOLS_LAUNCHER_PID"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _WORKER_BYTES = 128 << 20
 """Less than a worker takes before it holds anything: Python and torch."""
+_LOST_SECONDS = 3
+"""How long a rank that has lost its connection to another one stays, at most, so that the launcher hears of the other's
+end first: the system closes a process's connections before it tells the parent. The launcher then ends this one too."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
@@ -177,7 +180,10 @@ def worker() -> Iterator[None]:
     except Exception as error:
         if launcher_pid is None:
             raise
-        atomic_write_text(os.environ[_ERROR_FILE], json.dumps(report(error)))
+        left = report(error)
+        atomic_write_text(os.environ[_ERROR_FILE], json.dumps(left))
+        if left["kind"] == "connection":
+            time.sleep(_LOST_SECONDS)
         _leave(1)
 
 

@@ -180,11 +180,18 @@ class _Tasks(Executor):
     def __init__(self, client: Client, expected: Expected) -> None:
         self._executor = client.get_executor(pure=False)
         self._expected = expected
+        self._is_cancelled = False
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
-        return self._executor.submit(_attempt, self._expected, functools.partial(fn, *args, **kwargs))  # type: ignore[no-any-return]
+        try:
+            return self._executor.submit(_attempt, self._expected, functools.partial(fn, *args, **kwargs))  # type: ignore[no-any-return]
+        except RuntimeError as error:  # Dask's executor takes no more
+            if not self._is_cancelled:
+                raise
+            raise CancelledError from error
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._is_cancelled = self._is_cancelled or cancel_futures
         self._executor.shutdown(wait=wait and not cancel_futures)
 
 

@@ -112,8 +112,7 @@ def _run_command(step: Step, workdir: Path) -> int:
     """Run a command; returns its exit code, or 128 and the signal that ended it, as a shell does."""
     out = sys.stderr.fileno() if step.stdout is None else subprocess.PIPE
     command = [sys.executable, "-m", "lmtools", *step.argv]
-    child = subprocess.Popen(command, cwd=workdir, stdin=subprocess.DEVNULL, stdout=out)
-    with passed_on(child):
+    with ending_first(command, cwd=workdir, stdin=subprocess.DEVNULL, stdout=out) as child:
         content = child.communicate()[0]
     if child.returncode == 0 and step.stdout is not None:
         with atomic_write(workdir / step.stdout) as stream:
@@ -122,20 +121,38 @@ def _run_command(step: Step, workdir: Path) -> int:
 
 
 @contextmanager
-def passed_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """While the block lasts the command ends before this process does, and can put its work in order.
+def ending_first(command: Sequence[str | Path], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command which, while the block lasts, ends before this process does, and can put its work in order.
 
-    A terminal's Ctrl-C reaches both; SIGTERM, which does not, is passed on.
+    A terminal's Ctrl-C reaches both; SIGTERM, which does not, is passed on, also when it comes while the command is
+    started. What this process was told to ignore (`nohup`) both ignore.
+
+    Args:
+        command: and its arguments.
+        **options: of `subprocess.Popen`.
     """
+    child: subprocess.Popen[bytes] | None = None
+    received: list[int] = []
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        if child.poll() is None:
-            child.send_signal(number)
+    def pass_on() -> None:
+        while child is not None and received:
+            number = received.pop(0)
+            if child.poll() is None:
+                child.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGHUP)}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda number, frame: None)
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if number != signal.SIGINT:
+            received.append(number)
+            pass_on()
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, handle)
     try:
-        yield
+        child = subprocess.Popen(command, **options)
+        pass_on()
+        yield child
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lmtools.evaluate.journal import ScoreJournal
+from lmtools.evaluate.journal import ScoreJournal, Scores
 from tests.support.commands import Running, start_command
 from tests.support.processes import processes_with, wait_until
 
@@ -29,16 +30,31 @@ def start(marker: str, golden: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts `lmtools eval` of the golden model, window by window, with more options."""
     started: list[Running] = []
 
-    def start_eval(*options: object, largest_file: int = -1, batch_size: int = 1) -> Running:
+    def start_eval(*options: object, largest_file: int = -1, batch_size: int = 1, endless: bool = False) -> Running:
         arguments = ["eval", golden / "bin", "--path", golden / "mp4", "--context-window", 24]
         arguments += ["--batch-size", batch_size, *options]
-        started.append(start_command(arguments, tmp_path, largest_file=largest_file))
+        prepare = never_score_the_last_tokens if endless else None
+        started.append(start_command(arguments, tmp_path, largest_file=largest_file, prepare=prepare))
         return started[-1]
 
     yield start_eval
     for running in started:
         running.process.kill()
         running.process.join()
+
+
+def never_score_the_last_tokens() -> None:
+    """In a command of one process: it is at work until somebody ends it."""
+    append, num_scored = ScoreJournal.append, 0
+
+    def append_or_wait(journal: ScoreJournal, scores: Scores) -> None:
+        nonlocal num_scored
+        num_scored += len(scores)
+        if num_scored > 5000:
+            time.sleep(300)
+        append(journal, scores)
+
+    ScoreJournal.append = append_or_wait  # type: ignore[method-assign]
 
 
 @pytest.fixture
@@ -67,7 +83,7 @@ def number(path: Path) -> dict[str, Any]:
 def test_a_killed_run_resumes_to_the_same_bits(start: Start, result: Path, journal: Path, tmp_path: Path):
     scores = tmp_path / "scores.npy"
     options = ["--output", result, "--scores", scores, "--batch-size", 3]
-    running = start(*options)
+    running = start(*options, endless=True)
     wait_until(lambda: has_scored(journal, 300))
     os.kill(running.pid, signal.SIGKILL)
     assert running.result()[0] == -signal.SIGKILL
@@ -196,7 +212,7 @@ def test_a_killed_rank_ends_all_in_time_and_its_run_is_resumed_on_fewer(
 
 @pytest.mark.parametrize("mp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ctrl_c_leaves_nobody(start: Start, result: Path, journal: Path, marker: str, mp):
-    running = start("--output", result, "--mp", mp)
+    running = start("--output", result, "--mp", mp, endless=mp == 1)
     wait_until(lambda: has_scored(journal, 100), seconds=120)
     os.killpg(running.pid, signal.SIGINT)
     exit_code, out, _ = running.result(10)

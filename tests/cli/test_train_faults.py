@@ -134,13 +134,18 @@ def test_a_killed_rank_ends_all_in_time(start: Start, folder: Path, marker: str)
 
 @pytest.mark.slow
 def test_restarts_go_on_from_the_last_checkpoint(start: Start, folder: Path, marker: str):
-    running = start("--mp", 2, "--restarts", 1, "--save-interval-updates", 4, "--max-update", 40)
+    running = start("--mp", 2, "--restarts", 1, "--save-interval-updates", 4, *ENDLESS)
     running.wait_until(lambda: (folder / "checkpoint_last").exists())
-    os.kill(rank_1(marker)[0], signal.SIGKILL)
-    exit_code, _, errors = running.result(120)
-    assert exit_code == 0, errors
-    assert [line["num_updates"] for line in updates(folder)] == list(range(1, 41))
-    assert num_saved(folder) == 40
+    [victim] = rank_1(marker)
+    os.kill(victim, signal.SIGKILL)
+    running.wait_until(lambda: rank_1(marker) not in ([], [victim]))
+    saved = num_saved(folder)
+    running.wait_until(lambda: num_saved(folder) > saved)
+    os.kill(running.pid, signal.SIGTERM)
+    exit_code, _, errors = running.result(60)
+    assert exit_code == 143, errors
+    trained = num_saved(folder)
+    assert [line["num_updates"] for line in updates(folder)] == list(range(1, trained + 1))
     assert processes_with(marker) == []
 
 

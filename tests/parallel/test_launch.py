@@ -177,6 +177,15 @@ def test_a_killed_worker_is_named_with_its_signal(marker: str) -> None:
     assert str(fail("1=killed")) == "rank 1 was killed by SIGKILL (out of memory?)"
 
 
+@pytest.mark.slow
+def test_a_killed_worker_is_named_though_its_peers_know_of_it_first(tmp_path: Path, marker: str) -> None:
+    """A busy system closes its connections, and only after a while tells its parent that it has ended."""
+    lost = tmp_path / "lost"
+    error = fail(f"0=lose_a_peer:{lost}", f"1=killed_a_little_later:{lost}")
+    assert str(error) == "rank 1 was killed by SIGKILL (out of memory?)"
+    assert str(fail(f"0=lose_a_peer:{lost}")).startswith("rank 0: RuntimeError: [third_party/gloo/")
+
+
 def test_a_worker_that_leaves_without_a_word_is_named(marker: str) -> None:
     assert str(fail("0=exit")) == "rank 0 exited with code 7 and left no message"
 

@@ -457,19 +457,27 @@ def test_a_text_keeps_its_own_manifest(tmp_path: Path) -> None:
         binarize(BinarizeJob({"test": str(text)}, tmp_path, str(write(tmp_path / "d", "a 1\n")), None))
 
 
-def test_a_run_waits_while_another_one_moves_its_files_in(tmp_path: Path) -> None:
+def test_a_run_waits_while_another_one_moves_its_files_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = use(tmp_path, "a 1\n", test="a\n")
     job.destdir.mkdir()
     folder = os.open(job.destdir, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)
+    flock, asked = fcntl.flock, threading.Event()
+    flock(folder, fcntl.LOCK_EX)
+
+    def ask(descriptor: int, operation: int) -> None:
+        asked.set()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", ask)
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(binarize, job)
+        assert asked.wait(60)
         with pytest.raises(FuturesTimeoutError):
-            running.result(timeout=0.5)
+            running.result(timeout=0.1)
         assert list(job.destdir.glob(".binarize.*/test.meta.json"))
         assert not list(job.destdir.glob("[!.]*"))
         os.close(folder)
-        running.result(timeout=20)
+        running.result(timeout=60)
     assert sentences(job.destdir / "test") == [[4, 2]]
 
 

@@ -188,6 +188,18 @@ def test_workers_that_all_go_are_an_error(tmp_path: Path, monkeypatch: pytest.Mo
             lose_the_worker()
 
 
+def test_a_task_that_comes_when_all_workers_have_gone_is_one_too(dask: DaskProcesses) -> None:
+    """As when a text is read from a slow pipe meanwhile."""
+
+    def go_on_without_workers() -> None:
+        with dask_cluster(dask.address, reads=[], writes=[]) as cluster:
+            cluster.executor.shutdown(cancel_futures=True)  # what the watch does
+            list(run_ordered(tasks.square_slowly, [3], workers=1, executor=cluster.executor))
+
+    with pytest.raises(WorkerError, match="the scheduler or all its workers were lost; start them and run again"):
+        go_on_without_workers()
+
+
 @pytest.mark.slow
 def test_a_scheduler_that_goes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_module, "_NO_WORKERS_SECONDS", 0.5)

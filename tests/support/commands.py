@@ -48,20 +48,38 @@ class Running:
         return self.process.exitcode, self.output.read_text(), self.errors.read_text()
 
 
-def start_command(arguments: Sequence[object], folder: Path, *, largest_file: int = -1) -> Running:
-    """`lmtools ARGUMENTS...` in the background, with its standard output and error in files in `folder`."""
+def start_command(
+    arguments: Sequence[object],
+    folder: Path,
+    *,
+    largest_file: int = -1,
+    prepare: Callable[[], object] | None = None,
+) -> Running:
+    """`lmtools ARGUMENTS...` in the background, with its standard output and error in files in `folder`.
+
+    Args:
+        arguments: the command's.
+        folder: for two files.
+        largest_file: bytes that it may write into one file.
+        prepare: called in the process first; a function at the top level of a module, or a `partial` of one.
+    """
     number = sum(path.name.startswith("stdout") for path in folder.iterdir())
     output, errors = folder / f"stdout{number}", folder / f"stderr{number}"
     output.touch()
     process = processes_with_torch().Process(
-        target=_be_lmtools, args=([*map(str, arguments)], dict(os.environ), output, errors, largest_file)
+        target=_be_lmtools, args=([*map(str, arguments)], dict(os.environ), output, errors, largest_file, prepare)
     )
     process.start()
     return Running(process, output, errors)
 
 
 def _be_lmtools(
-    arguments: Sequence[str], environment: dict[str, str], output: Path, errors: Path, largest_file: int
+    arguments: Sequence[str],
+    environment: dict[str, str],
+    output: Path,
+    errors: Path,
+    largest_file: int,
+    prepare: Callable[[], object] | None,
 ) -> None:
     os.setsid()
     for path, descriptor in ((output, 1), (errors, 2)):
@@ -77,4 +95,6 @@ def _be_lmtools(
     from lmtools.cli import main
 
     torch.set_num_threads(1)
+    if prepare is not None:
+        prepare()
     main()

@@ -27,6 +27,13 @@ class DaskProcesses:
     def address(self) -> str:
         return str(json.loads((self.folder / "scheduler.json").read_text())["address"])
 
+    def answers(self) -> bool:
+        """Whether the scheduler has written where it is, to the end."""
+        try:
+            return bool(self.address)
+        except (FileNotFoundError, json.JSONDecodeError):
+            return False
+
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "dask", *arguments, "--scheduler-file", str(self.folder / "scheduler.json")]
         path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
@@ -62,7 +69,7 @@ def dask_processes(folder: Path) -> Iterator[DaskProcesses]:
     try:
         dask.start("scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard")
         end = time.monotonic() + 60
-        while not (folder / "scheduler.json").exists():
+        while not dask.answers():
             assert time.monotonic() < end, (folder / "log.0").read_text()
             time.sleep(0.05)
         yield dask

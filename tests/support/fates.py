@@ -54,6 +54,16 @@ def fates(num_workers: int, fates_of_ranks: list[str], save_on_stop: bool = Fals
             os._exit(7)
         case "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "lose_a_peer":
+            import torch.distributed  # noqa: F401 - as a rank has that loses a connection
+
+            Path(argument).touch()
+            raise RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+        case "killed_a_little_later":
+            while not Path(argument).exists():
+                time.sleep(0.01)
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
         case "succeed_after_restart":
             raise typer.Exit(0 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" else 1)
         case "save":

@@ -29,6 +29,8 @@ from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lmtools.parallel.failures import report
+
 Result = TypeVar("Result")
 
 _PRELOAD = [
@@ -108,23 +110,32 @@ def _start(
 
 def _collect(ranks: list[tuple[ForkServerProcess, Connection]], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
-    while len(results) < len(ranks):
-        pending = {connection: rank for rank, (_, connection) in enumerate(ranks) if rank not in results}
+    lost: dict[int, tuple[Exception, str]] = {}
+    while len(results) + len(lost) < len(ranks):
+        waiting = [rank for rank in range(len(ranks)) if rank not in results and rank not in lost]
+        pending = {ranks[rank][1]: rank for rank in waiting}
         ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready and not lost:
+            raise TimeoutError(f"ranks {waiting} of {len(ranks)} were not done in time")
         if not ready:
-            raise TimeoutError(f"ranks {sorted(pending.values())} of {len(ranks)} were not done in time")
+            break
         replies = {}
         for connection in ready:
             try:
                 replies[pending[connection]] = pickle.loads(connection.recv_bytes())
-            except EOFError:  # the peers of a rank that dies fail too, so its death is told before their errors
+            except EOFError:
                 process = ranks[pending[connection]][0]
                 process.join()
                 raise ChildProcessError(f"rank {pending[connection]} died with exit code {process.exitcode}") from None
         for rank, (result, error, trace) in sorted(replies.items()):
-            if error is not None:
+            if error is None:
+                results[rank] = result
+            elif report(error)["kind"] == "connection":
+                lost[rank] = error, trace  # the peers of a rank that fails do so too, and may be heard of before it
+            else:
                 raise error from RankError(f"rank {rank}: {trace}")
-            results[rank] = result
+    for rank, (error, trace) in sorted(lost.items()):
+        raise error from RankError(f"rank {rank}: {trace}")
     return [results[rank] for rank in range(len(ranks))]
 
 
