@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import logging
 import os
 import tempfile
 import threading
@@ -97,6 +98,7 @@ def dask_cluster(address: str, *, reads: Sequence[str], writes: Sequence[str]) -
         tokens = [stack.enter_context(_token_file(name)) for name in writes]
         texts = [name for name in reads if not is_device_or_pipe(name) and Path(name).suffix not in COMPRESSED_SUFFIXES]
         expected = Expected(__version__, tuple((name, look(name)) for name in (*texts, *tokens)))
+        stack.enter_context(_quiet_about_cancelled_tasks())
         try:
             client = stack.enter_context(Client(address, timeout=_CONNECT_SECONDS, set_as_default=False))
         except (OSError, asyncio.TimeoutError) as error:
@@ -115,6 +117,24 @@ def dask_cluster(address: str, *, reads: Sequence[str], writes: Sequence[str]) -
             raise WorkerError(
                 f"{address}: the scheduler or all its workers were lost; start them and run again"
             ) from error
+
+
+@contextmanager
+def _quiet_about_cancelled_tasks() -> Iterator[None]:
+    """Keep tracebacks off the terminal of results that were under way when a run was ended, and nobody waits for."""
+    from distributed.comm import CommClosedError
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        # Dask's executor may be fetching a result when the connection is closed. Where it is lost before its time,
+        # `_watch` sees it.
+        return not (record.exc_info and isinstance(record.exc_info[1], CommClosedError))
+
+    logger = logging.getLogger("tornado.application")
+    logger.addFilter(is_wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_wanted)
 
 
 @contextmanager

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from distributed import Client
+from distributed.comm import CommClosedError
 
 from lmtools.artifacts import read_manifest
 from lmtools.errors import ConfigError, DataError, LmtoolsError, WorkerError
@@ -158,6 +164,36 @@ def test_ctrl_c_ends_the_command_and_leaves_nothing(dask: DaskProcesses, text: P
     assert [path.name for path in tmp_path.iterdir()] == ["a.raw"]
     with dask_cluster(dask.address, reads=[], writes=[]) as cluster:  # its tasks do not go on
         assert list(run_ordered(tasks.square_slowly, [3], workers=1, executor=cluster.executor)) == [9]
+
+
+def test_a_result_that_is_under_way_at_the_end_is_no_traceback(
+    dask: DaskProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetching, ended, told = threading.Event(), threading.Event(), threading.Event()
+    records: list[logging.LogRecord] = []
+
+    async def gather_until_the_end(*_: Any, **__: Any) -> Any:
+        fetching.set()
+        while not ended.is_set():
+            await asyncio.sleep(0.01)
+        told.set()
+        raise CommClosedError("Stream is closed")
+
+    monkeypatch.setattr(Client, "_gather", gather_until_the_end)
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("tornado.application")
+    logger.addHandler(handler)
+    try:
+        with dask_cluster(dask.address, reads=[], writes=[]) as cluster:
+            future = cluster.executor.submit(tasks.square_slowly, 3)
+            assert fetching.wait(60)
+            assert future.cancel()
+            ended.set()
+            assert told.wait(60)
+    finally:
+        logger.removeHandler(handler)
+    assert [record.getMessage() for record in records] == []
 
 
 @pytest.mark.slow
