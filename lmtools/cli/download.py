@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmtools.cli.options import JsonOption, print_json, progress_bar, say
+from lmtools.cli.options import JsonOption, for_tab, print_json, progress_bar, say
 from lmtools.errors import ConfigError, LmtoolsError
 from lmtools.preprocess.sources import ARTIFACTS, Artifact
 
@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 
 def download(
-    names: Annotated[list[str] | None, typer.Argument(help="What to download; --list shows the names.")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="What to download; --list shows the names.",
+            autocompletion=for_tab([artifact.name for artifact in ARTIFACTS]),
+        ),
+    ] = None,
     dest: Annotated[Path, typer.Option("--dest", help="Folder to put it in; made if it is not there.")] = Path("."),
     url: Annotated[
         str | None,

@@ -50,7 +50,12 @@ def generate(
     vocab_bpe: Annotated[str | None, typer.Option(help="BPE merges; GPT-2's own if not given.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of a continuation.")] = 128,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="Draw from probabilities to the power of 1 / this; 0 is greedy.")
+        float | None,
+        typer.Option(
+            min=0,
+            help="Draw from probabilities to the power of 1 / this; 0 is greedy. "
+            "If not given, 1 with --top-k or --top-p, else 0.",
+        ),
     ] = None,
     top_k: Annotated[
         int, typer.Option("--top-k", "--sampling-topk", min=0, help="Draw from this many tokens; 0 is from all.")

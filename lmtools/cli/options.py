@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -42,6 +42,15 @@ class Device(str, Enum):
 
     cpu = "cpu"
     cuda = "cuda"
+
+
+def for_tab(known: Collection[str]) -> Callable[[str], list[str]]:
+    """What a shell offers for an option whose values are texts; typer knows those of an Enum by itself."""
+
+    def beginning_with(incomplete: str) -> list[str]:
+        return [name for name in known if name.startswith(incomplete)]
+
+    return beginning_with
 
 
 Advance = Callable[[int], None]

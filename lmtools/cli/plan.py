@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmtools.cli.options import DType, JsonOption, print_json, require_none_given
+from lmtools.cli.options import DType, JsonOption, for_tab, print_json, require_none_given
 from lmtools.errors import ConfigError
+from lmtools.models.architectures import ARCHITECTURES
 
 if TYPE_CHECKING:
     from lmtools.plan.evaluation import EvalPlan
@@ -35,7 +36,9 @@ class OptimizerName(str, Enum):
 
 
 def plan(
-    arch: Annotated[str | None, typer.Option(help="Preset, as for `lmtools train`.")] = None,
+    arch: Annotated[
+        str | None, typer.Option(help="Preset, as for `lmtools train`.", autocompletion=for_tab(tuple(ARCHITECTURES)))
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="TOML file with any option of `lmtools train`; options here come before it.")
     ] = None,

@@ -21,8 +21,9 @@ from typing import Annotated, Any, Literal, Union
 import typer
 
 from lmtools.cli.fairseq_train import FOREIGN, SPELLINGS, replicas_of, require_one_width, translate
-from lmtools.cli.options import say
+from lmtools.cli.options import for_tab, say
 from lmtools.errors import ConfigError
+from lmtools.models.architectures import ARCHITECTURES
 from lmtools.train.config import (
     MODEL_CONFIGS,
     MODEL_FIELDS,
@@ -165,12 +166,21 @@ def _annotation(name: str, hint: Any, field: dataclasses.Field[Any], *, panel: s
     if kind is bool:
         spellings = [f"{flag}/--no-{flag[2:]}" if not name.startswith("no_") else flag]
     text = field.metadata["help"] if panel == "Run" else _model_texts()[name]
-    if typing.get_origin(hint) is Literal and kind is str:
-        text += f" [{'|'.join(typing.get_args(hint))}]"
+    choices = typing.get_args(hint) if typing.get_origin(hint) is Literal and kind is str else ()
+    if choices:
+        text += f" [{'|'.join(choices)}]"
     default = None if field.default in (None, "", dataclasses.MISSING) else field.default
     if panel == "Run" and default is not None and kind is not bool:
         text += f" [default: {default}]"
-    option = typer.Option(*spellings, help=text, metavar=_LITERALS.get(name), rich_help_panel=panel, show_default=False)
+    known = tuple(ARCHITECTURES) if name == "arch" else choices
+    option = typer.Option(
+        *spellings,
+        help=text,
+        metavar=_LITERALS.get(name),
+        rich_help_panel=panel,
+        show_default=False,
+        autocompletion=for_tab(known) if known else None,
+    )
     return Annotated[kind | None, option]
 
 

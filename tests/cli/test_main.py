@@ -89,6 +89,10 @@ def test_completion_knows_commands_options_and_values():
     assert complete("lmtools bpe-") == ["bpe-decode", "bpe-encode"]
     assert complete("lmtools eval --gen") == ["--gen-subset"]
     assert complete("lmtools eval --dtype b") == ["bfloat16"]
+    assert complete("lmtools train --optimizer ad") == ["adam", "adafactor"]
+    assert complete("lmtools train --arch transformer_lm_megatron_1") == ["transformer_lm_megatron_11b"]
+    assert complete("lmtools train --restore-file ") == [], "the shell's own: files"
+    assert complete("lmtools download gpt2-b") == ["gpt2-bpe"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
