@@ -70,6 +70,9 @@ def plan(
         str | None, typer.Option(metavar="<int,int,...>", help="Transformer-XL: first type of each tail cluster.")
     ] = None,
     mem_len: Annotated[int | None, typer.Option(min=0, help="Transformer-XL: positions that are remembered.")] = None,
+    ext_len: Annotated[
+        int | None, typer.Option(min=0, help="Transformer-XL: tokens before each chunk that are read again.")
+    ] = None,
     dropout: Annotated[float | None, typer.Option(min=0, max=1, help="As for `lmtools train`.")] = None,
     dropatt: Annotated[float | None, typer.Option(min=0, max=1, help="Transformer-XL: as for `lmtools train`.")] = None,
     mp: Annotated[
@@ -136,6 +139,7 @@ def plan(
         "div_val": div_val,
         "cutoffs": _numbers("--cutoffs", cutoffs),
         "mem_len": mem_len,
+        "ext_len": ext_len,
         "dropout": dropout,
         "dropatt": dropatt,
         "mp": mp,

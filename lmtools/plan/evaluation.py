@@ -113,7 +113,9 @@ def plan_stream_evaluation(
     dp: int,
     speed: Speed | None,
 ) -> EvalPlan:
-    """Plan `lmtools eval --task truncated_bptt_lm`, by lmtools' rule; memory is counted as full from the beginning.
+    """Plan `lmtools eval --task truncated_bptt_lm`, by lmtools' rule.
+
+    Memory is counted as full from the beginning, and what is read again (`ext_len`) as there before each chunk.
 
     Args:
         model: its shape, and how much it remembers.
@@ -128,12 +130,13 @@ def plan_stream_evaluation(
     local = num_elements(tp_shapes(model, mp))
     length = min(tokens_per_sample, num_tokens)
     flops = transformer_xl.evaluation_flops(model, batch_size=1, length=length) / length * num_tokens
+    num_chunks = -(-num_tokens // tokens_per_sample)
     return EvalPlan(
         parameters=num_elements(parameter_shapes(model)),
         parameters_on_rank=local,
-        num_windows=-(-num_tokens // tokens_per_sample),
+        num_windows=num_chunks,
         tokens_scored=num_tokens,
-        tokens_read=num_tokens,
+        tokens_read=num_tokens + num_chunks * model.ext_len,
         weights=local * itemsize,
         activations=transformer_xl.evaluation_activation_bytes(
             model, transformer_xl.Batch(batch_size, length, mp, itemsize, mask=0)

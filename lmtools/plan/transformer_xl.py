@@ -1,8 +1,9 @@
 """Bytes and operations of a Transformer-XL: what `lmtools.plan.memory` has for plain transformers.
 
-Symbols in the formulas: B rows of T tokens, n = B T, memory M, keys K = M + T, c = B K, width E, heads h of width d,
-W = h d, feed-forward width F, L layers, tp ranks, s bytes of an element, and m bytes of an element of a dropout's mask
-(1 on a GPU, s on a CPU). Cluster i of the vocabulary has V_i types of width E_i; 0 is the shortlist.
+Symbols in the formulas: B rows of T tokens that are predicted, t = B T, and X before them that are read again
+(`--ext-len`), n = B (T + X), memory M, keys K = M + T + X, c = B K, width E, heads h of width d, W = h d, feed-forward
+width F, L layers, tp ranks, s bytes of an element, and m bytes of an element of a dropout's mask (1 on a GPU, s on a
+CPU). Cluster i of the vocabulary has V_i types of width E_i; 0 is the shortlist.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Batch(NamedTuple):
 
     Attributes:
         batch_size: B, rows.
-        length: T, tokens of a chunk.
+        length: T, tokens of a chunk, without what is read again.
         tp: ranks that share the model.
         itemsize: s, bytes of an element.
         mask: m, bytes of an element of a dropout's mask.
@@ -66,8 +67,9 @@ def layer_activation_bytes(model: TransformerXLConfig, batch: Batch) -> int:
     The memory is counted as full.
     """
     batch_size, length, tp, itemsize, mask = batch
-    num_keys = model.mem_len + length
-    n, c = batch_size * length, batch_size * num_keys
+    num_read = length + model.ext_len
+    num_keys = model.mem_len + num_read
+    n, c = batch_size * num_read, batch_size * num_keys
     width, heads = model.n_head * model.d_head // tp, model.n_head // tp
     d_model = model.d_model * itemsize
     total = c * d_model + (n * d_model if 0 < model.mem_len <= length else 0)
@@ -96,14 +98,15 @@ def activation_bytes(
 
     The layers (`layer_activation_bytes`), and what was remembered for them, c E s each, or n E s if M is at most T.
     With `--checkpoint-activations` instead of the layers their inputs, n E s each, the next memory, c E s each where
-    M > T, and T K s, who may look where; with `--offload-activations` only the latter of these. And around the layers
+    M > T, and (T + X) K s, who may look where; with `--offload-activations` only the latter of these. And around them
 
         (K + 1) E s                         the positions
         n (8 + 1 + E_i s) for each cluster  indices, which tokens are its own, embeddings before their projection
         2 n E m                             masks of --dropout, of embeddings and output
-        n (E + E_0) s + 4 n (V_0 / tp + tails)   the output, and its projection; logits of the shortlist, float32 always
+        n E s                               the output; only its t E s that are predicted from, where X > 0 and B > 1
+        t E_0 s + 4 t (V_0 / tp + tails)    its projection; logits of the shortlist, float32 always
         n_i ((E + E_i) s + 4 V_i / tp)      the same for the n_i targets in tail i
-        21 n + 20 n_i of each tail          losses, and which logits are the targets'; 4 for each cluster
+        21 t + 20 n_i of each tail          losses, and which logits are the targets'; 4 for each cluster
 
     Args:
         model: its shape.
@@ -113,27 +116,29 @@ def activation_bytes(
         in_clusters: how many targets are in each cluster; None for `tokens_in_clusters`.
     """
     batch_size, length, tp, itemsize, mask = batch
-    num_keys = model.mem_len + length
-    n, c = batch_size * length, batch_size * num_keys
+    num_read = length + model.ext_len
+    num_keys = model.mem_len + num_read
+    num_targets, n, c = batch_size * length, batch_size * num_read, batch_size * num_keys
     d_model = model.d_model * itemsize
     remembered = (c if model.mem_len > length else n) * d_model
     if offload_activations:
-        layers = length * num_keys * itemsize
+        layers = num_read * num_keys * itemsize
     elif checkpoint_activations:
         times = 2 if model.mem_len > length else 1
-        layers = model.n_layer * (n * d_model + times * remembered) + length * num_keys * itemsize
+        layers = model.n_layer * (n * d_model + times * remembered) + num_read * num_keys * itemsize
     else:
         layers = model.n_layer * (layer_activation_bytes(model, batch) + remembered)
     is_projected = model.div_val > 1 or model.embedding_dims[0] != model.d_model
     num_tails = len(model.cluster_bounds) - 1
-    around = (num_keys + 1) * d_model + num_tails * n + n * d_model
+    is_copied = model.ext_len > 0 and batch_size > 1
+    around = (num_keys + 1) * d_model + num_tails * n + (num_targets if is_copied else n) * d_model
     around += TOKEN_BYTES * n * (num_tails + 1)
     if is_projected:
         around += n * sum(model.embedding_dims) * itemsize
     if model.dropout:
         around += 2 * n * model.d_model * mask
-    softmax = float(FLOAT32_BYTES * n * num_tails + 21 * n + FLOAT32_BYTES * (num_tails + 1))
-    targets = [n, *(in_clusters or tokens_in_clusters(model, n))[1:]]
+    softmax = float(FLOAT32_BYTES * num_targets * num_tails + 21 * num_targets + FLOAT32_BYTES * (num_tails + 1))
+    targets = [num_targets, *(in_clusters or tokens_in_clusters(model, num_targets))[1:]]
     for index, ((start, end), dim, count) in enumerate(
         zip(model.cluster_bounds, model.embedding_dims, targets, strict=True)
     ):
@@ -147,7 +152,7 @@ def activation_bytes(
 
 def host_bytes(model: TransformerXLConfig, batch: Batch) -> int:
     """What `--offload-activations` keeps on the host: of each layer its input, n E s, and two memories, 2 B M E s."""
-    rows = batch.batch_size * (batch.length + 2 * model.mem_len)
+    rows = batch.batch_size * (batch.length + model.ext_len + 2 * model.mem_len)
     return model.n_layer * rows * model.d_model * batch.itemsize
 
 
@@ -157,8 +162,8 @@ def softmax_backward_bytes(model: TransformerXLConfig, batch: Batch) -> int:
     Of the cluster for which it is largest 8 n_i V_i, gradients of its logits and of what they are after the softmax,
     or 16 n_i V_i / tp where it is split, exponentials too; and 4 n E s, gradients of the output.
     """
-    n = batch.batch_size * batch.length
-    counts = [n, *tokens_in_clusters(model, n)[1:]]
+    num_targets, n = batch.batch_size * batch.length, batch.batch_size * (batch.length + model.ext_len)
+    counts = [num_targets, *tokens_in_clusters(model, num_targets)[1:]]
     logits = max(
         count * shard_bounds(end - start, batch.tp, 0)[1]
         for (start, end), count in zip(model.cluster_bounds, counts, strict=True)
@@ -181,8 +186,9 @@ def layer_backward_bytes(model: TransformerXLConfig, batch: Batch) -> int:
     The larger of 3 h n K s / tp, gradients of attention weights, scores and scores by distance, and of 2 n F s / tp,
     those of the feed-forward layer's activation on both sides.
     """
-    n = batch.batch_size * batch.length
-    attention = 3 * (model.n_head // batch.tp) * n * (model.mem_len + batch.length)
+    num_read = batch.length + model.ext_len
+    n = batch.batch_size * num_read
+    attention = 3 * (model.n_head // batch.tp) * n * (model.mem_len + num_read)
     return max(attention, 2 * n * model.d_inner // batch.tp) * batch.itemsize
 
 
@@ -201,11 +207,12 @@ def tp_all_reduces(
         embedding       n E_i for each cluster
         layers          2 L of n E, and backward L of n E (fc1) and L of c E (attention); 2 L more of n E to compute
                         activations again under `--checkpoint-activations`, L with --pre-lnorm
-        softmax         backward n E_0, and n_i E_i for each tail
+        softmax         backward t E_0, and n_i E_i for each tail
     """
-    n, c = batch_size * length, batch_size * (model.mem_len + length)
+    num_targets, num_read = batch_size * length, length + model.ext_len
+    n, c = batch_size * num_read, batch_size * (model.mem_len + num_read)
     again = (1 if model.pre_lnorm else 2) if checkpoint_activations else 0
-    targets = [n, *(in_clusters or tokens_in_clusters(model, n))[1:]]
+    targets = [num_targets, *(in_clusters or tokens_in_clusters(model, num_targets))[1:]]
     return [
         *(n * dim for dim in model.embedding_dims),
         *[n * model.d_model] * (model.n_layer * (3 + again)),
@@ -221,13 +228,17 @@ def evaluation_flops(
 
     The memory is full, and holds keys and values.
 
-        L 2 n (4 E W + 2 E F)               projections of the chunk alone
+        L 2 n (4 E W + 2 E F)               projections of the chunk and what is read again alone
         L 2 n W (3 K + 1)                   scores by content and by distance, and sums of values
         sum of 2 n E E_i                    embedding, where clusters are projected
-        2 n (E E_0 + E_0 (V_0 + tails))     the shortlist, its first term where clusters are projected
+        2 t (E E_0 + E_0 (V_0 + tails))     the shortlist, its first term where clusters are projected
         2 n_i (E E_i + E_i V_i)             the n_i targets in tail i, likewise
     """
-    n, num_keys = batch_size * length, model.mem_len + length
+    num_targets, n, num_keys = (
+        batch_size * length,
+        batch_size * (length + model.ext_len),
+        model.mem_len + length + model.ext_len,
+    )
     width, d_model = model.n_head * model.d_head, model.d_model
     dims, bounds = model.embedding_dims, model.cluster_bounds
     is_projected = model.div_val > 1 or dims[0] != d_model
@@ -235,7 +246,7 @@ def evaluation_flops(
     total = float(model.n_layer * layer)
     if is_projected:
         total += 2 * n * d_model * sum(dims)
-    targets = [n, *(in_clusters or tokens_in_clusters(model, n))[1:]]
+    targets = [num_targets, *(in_clusters or tokens_in_clusters(model, num_targets))[1:]]
     for index, ((start, end), dim, count) in enumerate(zip(bounds, dims, targets, strict=True)):
         num_logits = end - start + (len(bounds) - 1 if index == 0 else 0)
         total += 2 * count * dim * (num_logits + (d_model if is_projected else 0))
@@ -251,18 +262,22 @@ def evaluation_activation_bytes(model: TransformerXLConfig, batch: Batch) -> int
         L (K + 1) W s / tp      position keys
         the largest of
             3 h n K s / tp + (5 n + 2 c) W s / tp + 3 n E s     attention: scores by distance, scores, weights
-            4 n V_0 / tp + the largest 8 n_i V_i / tp           logits of the shortlist, of a cluster, after the softmax
-            12 n V_0                                            those of the shortlist beside tails, where not split
+            4 t V_0 / tp + the largest 8 n_i V_i / tp           logits of the shortlist, of a cluster, after the softmax
+            12 t V_0                                            those of the shortlist beside tails, where not split
     """
     batch_size, length, tp, itemsize, _ = batch
-    n, num_keys = batch_size * length, model.mem_len + length
+    num_targets, n, num_keys = (
+        batch_size * length,
+        batch_size * (length + model.ext_len),
+        model.mem_len + length + model.ext_len,
+    )
     c = batch_size * num_keys
     width = model.n_head * model.d_head // tp * itemsize
     remembered = 4 * model.n_layer * c * width + model.n_layer * (num_keys + 1) * width
     attention = 3 * (model.n_head // tp) * n * num_keys * itemsize
     attention += (5 * n + 2 * c) * width + 3 * n * model.d_model * itemsize
     types = [shard_bounds(end - start, tp, 0)[1] for start, end in model.cluster_bounds]
-    tails = [count * rows for count, rows in zip(tokens_in_clusters(model, n)[1:], types[1:], strict=True)]
-    first = (3 if tails and tp == 1 else 2) * n * types[0]
-    logits = FLOAT32_BYTES * max([first, *(n * types[0] + 2 * elements for elements in tails)])
+    tails = [count * rows for count, rows in zip(tokens_in_clusters(model, num_targets)[1:], types[1:], strict=True)]
+    first = (3 if tails and tp == 1 else 2) * num_targets * types[0]
+    logits = FLOAT32_BYTES * max([first, *(num_targets * types[0] + 2 * elements for elements in tails)])
     return remembered + max(attention, math.ceil(logits))

@@ -137,6 +137,21 @@ def test_an_evaluation(lmtools):
     assert "8,464 for 270,847 tokens" in ran.out
 
 
+def test_what_a_transformer_xl_reads_again_is_counted(lmtools):
+    shape = ["--arch", "transformer_xl", "--n-layer", 2, "--mem-len", 64, "--tokens-per-sample", 32, "--json"]
+    options = {"--eval": ["--eval", "--num-tokens", 3200], "train": []}
+    for task, given in options.items():
+        once, again = (json.loads(lmtools("plan", *shape, *given, "--ext-len", ext_len).out) for ext_len in (0, 32))
+        if task == "--eval":
+            assert (once["tokens_read"], again["tokens_read"]) == (3200, 6400)
+            assert again["activations"] > once["activations"]
+            assert again["flops"] > once["flops"]
+        else:
+            assert again["tokens_in_update"] == once["tokens_in_update"] == 32
+            assert again["memory"]["activations"] > once["memory"]["activations"]
+            assert again["flops_in_update"] > once["flops_in_update"]
+
+
 def test_a_configuration_file_is_planned_as_it_would_be_run(lmtools, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('arch = "transformer_lm_megatron_tiny"\nbatch_size = 3\nmax_update = 5\nmp = 2\nbf16 = true\n')

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lmtools.checkpoints.models import model_config
 from lmtools.models.architectures import TransformerXLConfig, transformer_xl
+from lmtools.models.flops import training_flops_per_token
 from lmtools.models.transformer_xl import TransformerXL
 from lmtools.plan import transformer_xl as plan
 from lmtools.plan.evaluation import plan_stream_evaluation
@@ -38,6 +39,12 @@ def chunk(batch_size: int, length: int = LENGTH) -> Tensor:
     weights = 1 / torch.arange(1, NUM_TYPES + 1)
     generator = torch.Generator().manual_seed(1)
     return weights.multinomial(batch_size * length, replacement=True, generator=generator).view(batch_size, length)
+
+
+def chunk_after_context(config: TransformerXLConfig, batch_size: int) -> tuple[Tensor, Tensor]:
+    """What a step reads, with what it reads again, and what it predicts."""
+    tokens = chunk(batch_size, config.ext_len + LENGTH)
+    return tokens, tokens[:, config.ext_len :].clone(memory_format=torch.contiguous_format)
 
 
 def in_clusters(config: TransformerXLConfig, tokens: Tensor) -> list[int]:
@@ -64,6 +71,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "more memory": {"mem_len": LENGTH + 8},
     "one row": {"batch_size": 1},
     "bfloat16": {"dtype": torch.bfloat16},
+    "read again": {"ext_len": 8, "dropout": 0.1},
+    "read again, one row": {"ext_len": 8, "batch_size": 1, "pre_lnorm": True},
+    "read again, a chunk's memory": {"ext_len": 8, "mem_len": LENGTH},
+    "read again, more memory": {"ext_len": 40, "mem_len": LENGTH + 8, "div_val": 2, "dropatt": 0.1},
+    "read again, recomputed": {"checkpoint_activations": True, "ext_len": 8, "mem_len": LENGTH + 8},
     "recomputed": {"checkpoint_activations": True, "dropout": 0.1},
     "recomputed, more memory": {"checkpoint_activations": True, "mem_len": LENGTH + 8},
 }
@@ -77,13 +89,13 @@ def test_activations_are_those_of_a_real_model(variant):
     dtype = options.pop("dtype", torch.float32)
     model = small_model(dtype, **options).train()
     model.checkpoint_activations = again
-    tokens = chunk(batch_size)
+    tokens, targets = chunk_after_context(model.config, batch_size)
     with LiveMemory(except_for=model.parameters()) as memory:
         memories = None
         for _ in range(3):
-            nll, memories = model(tokens, tokens, memories)
+            nll, memories = model(tokens, targets, memories)
             del nll
-        nll, after = model(tokens, tokens, memories)
+        nll, after = model(tokens, targets, memories)
         kept = memory.now
     assert nll.isfinite().all()
     assert len(after) == len(memories)
@@ -91,7 +103,7 @@ def test_activations_are_those_of_a_real_model(variant):
         model.config,
         Batch(batch_size, LENGTH, tp=1, itemsize=dtype.itemsize, mask=dtype.itemsize),
         checkpoint_activations=again,
-        in_clusters=in_clusters(model.config, tokens),
+        in_clusters=in_clusters(model.config, targets),
     )
     # Mean and deviation of both norms are in float32 on a GPU, which is planned; on a CPU in the model's dtype.
     smaller_here = model.config.n_layer * 2 * 2 * (4 - dtype.itemsize) * tokens.numel()
@@ -136,7 +148,7 @@ def held_by_a_run(flags: dict[str, Any]) -> tuple[int, int, int, int]:
     state = state_of_noise(run, mesh, vocab_size=NUM_TYPES, dtype=parameter_dtype(run.train))
     parameters = list(state.model.parameters())
     state.optimizer.create_state()
-    batch = Chunks(None, chunk(4), chunk(4), 4 * LENGTH)  # type: ignore[arg-type]
+    batch = Chunks(None, *chunk_after_context(state.model.config, 4), 4 * LENGTH)  # type: ignore[arg-type]
     memories = None
     with LiveMemory(except_for=[local(parameter.detach()) for parameter in parameters]) as memory:
         for _ in range(3):
@@ -169,6 +181,8 @@ def test_weights_gradients_and_optimizer_state_are_exact(flags):
         {"d_inner": 600},
         {"cutoffs": ()},
         {"bf16": True},
+        {"ext_len": 20},
+        {"ext_len": 20, "checkpoint_activations": True},
     ],
     ids=str,
 )
@@ -203,7 +217,7 @@ def all_reduces_of_a_batch(flags: dict[str, Any]) -> dict[int, int]:
     run = tiny_run(**RUN | flags, mp=2)
     mesh = cpu_mesh(run)
     state = state_of_noise(run, mesh, vocab_size=NUM_TYPES, dtype=torch.float32)
-    batch = Chunks(None, chunk(4), chunk(4), 4 * LENGTH)  # type: ignore[arg-type]
+    batch = Chunks(None, *chunk_after_context(state.model.config, 4), 4 * LENGTH)  # type: ignore[arg-type]
     _, memories = loss_sum(state.model, batch, mesh.device)
     with AllReduces() as seen:
         loss_sum(state.model, batch, mesh.device, memories)[0].backward()  # type: ignore[no-untyped-call]
@@ -215,13 +229,15 @@ def all_reduces_of_a_batch(flags: dict[str, Any]) -> dict[int, int]:
     [(False, True), *(pytest.param(*flags, marks=pytest.mark.slow) for flags in [(False, False), (True, True)])],
 )
 def test_a_batch_makes_the_planned_all_reduces(pre_lnorm, checkpoint_activations):
-    flags = {"pre_lnorm": pre_lnorm, "checkpoint_activations": checkpoint_activations, "div_val": 2}
+    flags = {"pre_lnorm": pre_lnorm, "checkpoint_activations": checkpoint_activations, "div_val": 2, "ext_len": 8}
     [found, *_] = run_ranks(2, all_reduces_of_a_batch, flags)
     run = tiny_run(**RUN | flags, mp=2)
     model = model_config(run.model, NUM_TYPES)
     assert isinstance(model, TransformerXLConfig)
     sizes = {"batch_size": 4, "length": LENGTH, "checkpoint_activations": checkpoint_activations}
-    assert found == Counter(plan.tp_all_reduces(model, **sizes, in_clusters=in_clusters(model, chunk(4))))
+    assert found == Counter(
+        plan.tp_all_reduces(model, **sizes, in_clusters=in_clusters(model, chunk_after_context(model, 4)[1]))
+    )
     [row] = training_traffic(run.train, model, batch_size=4)
     assert (row.axis, row.kind, row.count) == ("tp", "all-reduce", sum(found.values()))
     assert row.message_bytes == round(4 * sum(plan.tp_all_reduces(model, **sizes)))
@@ -230,27 +246,55 @@ def test_a_batch_makes_the_planned_all_reduces(pre_lnorm, checkpoint_activations
 # --- evaluation ---
 
 
-@pytest.mark.parametrize("options", [{}, {"div_val": 2}, {"cutoffs": (), "d_embed": 16}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"div_val": 2}, {"cutoffs": (), "d_embed": 16}, {"div_val": 2, "ext_len": 20}], ids=str
+)
 def test_operations_are_those_that_torch_counts(options):
-    model, tokens = small_model(**options).eval(), chunk(2)
+    model = small_model(**options).eval()
+    tokens, targets = chunk_after_context(model.config, 2)
     with torch.no_grad():
-        _, memories = model(tokens, tokens, None, keep_projections=True)
+        _, memories = model(tokens, targets, None, keep_projections=True)
         with FlopCounterMode(display=False) as counter:
-            model(tokens, tokens, memories, keep_projections=True)
-    counts = in_clusters(model.config, tokens)
+            model(tokens, targets, memories, keep_projections=True)
+    counts = in_clusters(model.config, targets)
     assert counter.get_total_flops() == plan.evaluation_flops(
         model.config, batch_size=2, length=LENGTH, in_clusters=counts
     )
 
 
-@pytest.mark.parametrize("mem_len", [MEM_LEN, 200])
-@pytest.mark.parametrize("num_rows", [1, 4])
-def test_memory_is_close_to_a_real_evaluations(mem_len, num_rows):
-    model, tokens = small_model(mem_len=mem_len).eval(), chunk(num_rows)
+@pytest.mark.parametrize("options", [{}, {"ext_len": 20}, {"ext_len": 20, "same_length": True}], ids=str)
+def test_operations_of_training_are_those_that_torch_counts(options):
+    """But for what is left out: position keys, which a batch shares, and keys that a query does not look at."""
+    model = small_model(cutoffs=(), **options)
+    config, batch_size = model.config, 2
+    tokens, targets = chunk_after_context(config, batch_size)
+    _, memories = model(tokens, targets)
+    _, memories = model(tokens, targets, memories)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, targets, memories)
+    num_read, width = config.ext_len + LENGTH, config.n_head * config.d_head
+    num_keys = config.mem_len + num_read
+    seen = config.mem_len if config.same_length else config.mem_len + (num_read + 1) / 2
+    left_out = 2 * (num_keys + 1) * config.d_model * width + 2 * batch_size * num_read * width * (
+        3 * num_keys + 1 - 3 * seen
+    )
+    fields = {name: value for name, value in asdict(config).items() if name != "vocab_size"}
+    for_a_token = training_flops_per_token(vocab_size=NUM_TYPES, tokens_per_sample=LENGTH, fields=fields)
+    counted = counter.get_total_flops() - config.n_layer * left_out
+    assert for_a_token == pytest.approx(3 * counted / targets.numel(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("mem_len", "ext_len", "num_rows"),
+    [(MEM_LEN, 0, 1), (MEM_LEN, 0, 4), (200, 0, 1), (200, 0, 4), (MEM_LEN, 40, 4), (200, 40, 1)],
+)
+def test_memory_is_close_to_a_real_evaluations(mem_len, ext_len, num_rows):
+    model = small_model(mem_len=mem_len, ext_len=ext_len).eval()
+    tokens, targets = chunk_after_context(model.config, num_rows)
     with torch.no_grad(), LiveMemory(except_for=model.parameters()) as memory:
         memories = None
         for _ in range(mem_len // LENGTH + 3):
-            _, memories = model(tokens, tokens, memories, keep_projections=True)
+            _, memories = model(tokens, targets, memories, keep_projections=True)
     planned = plan.evaluation_activation_bytes(model.config, Batch(num_rows, LENGTH, 1, 4, 0))
     assert planned == pytest.approx(memory.peak, rel=0.15)
 
@@ -262,6 +306,18 @@ def test_the_published_evaluation():
     assert (found.num_windows, found.tokens_scored, found.tokens_read) == (3838, 245_569, 245_569)
     assert found.weights == 4 * 151_123_537
     assert found.hours is None
+
+
+def test_what_is_read_again_is_read_by_every_chunk():
+    sizes: dict[str, Any] = {"num_tokens": 6400, "tokens_per_sample": 64, "batch_size": 1, "itemsize": 4}
+    ranks: dict[str, Any] = {"mp": 1, "dp": 1, "speed": None}
+    once, twice = (
+        plan_stream_evaluation(replace(WIKITEXT_103, ext_len=ext_len), **sizes, **ranks) for ext_len in (0, 64)
+    )
+    assert (twice.tokens_scored, twice.num_windows, twice.tokens_read) == (6400, 100, 12_800)
+    assert once.tokens_read == 6400
+    assert 1.2 < twice.flops / once.flops < 2, "the softmax once, the layers twice"
+    assert twice.activations > once.activations
 
 
 def test_tokens_are_spread_over_clusters_by_zipfs_law():
