@@ -34,7 +34,9 @@ def binarize(
     testpref: Annotated[
         str | None, typer.Option("--testpref", help="Text of test; more after commas become test1, test2 ...")
     ] = None,
-    destdir: Annotated[Path, typer.Option("--destdir", help="Folder for dict.txt and the splits.")] = Path("data-bin"),
+    destdir: Annotated[
+        Path, typer.Option("--destdir", help="Folder for dict.txt and the splits, made if not there.")
+    ] = Path("data-bin"),
     srcdict: Annotated[
         str | None, typer.Option("--srcdict", help="Use this dict.txt, instead of building one from --trainpref.")
     ] = None,

@@ -55,7 +55,7 @@ class TrainConfig:
     required_batch_size_multiple: int = option(
         8, "A batch of fewer than --batch-size blocks is cut to a multiple of this, if it has as many."
     )
-    batch_size_valid: int | None = option(None, "Blocks in a validation batch; as --batch-size if not given.")
+    batch_size_valid: int | None = option(None, "Blocks in a validation batch; if not given, as --batch-size.")
     fairseq_compat: bool = option(
         False, "Streams as in fairseq: the first token of a chunk is not predicted, and the tail is left out."
     )
@@ -94,7 +94,7 @@ class TrainConfig:
     weight_decay: float = option(0.0, "Decoupled weight decay.")
     momentum: float = option(0.0, "SGD's momentum.")
     adafactor_eps: tuple[float, float] = option(
-        (1e-30, 1e-3), "Adafactor: added to the squared gradient; least size of a parameter for --scale-parameter."
+        (1e-30, 1e-3), "Adafactor: added to the squared gradient; with --scale-parameter, least size of a parameter."
     )
     clip_threshold: float = option(1.0, "Adafactor: largest root mean square of an update.")
     decay_rate: float = option(-0.8, "Adafactor: the second moment's decay at update t is 1 - t ** this.")
@@ -131,7 +131,9 @@ class TrainConfig:
     validate_interval_updates: int = option(0, "Validate every so many updates; 0 only between epochs.")
     save_interval: int = option(1, "Save every so many epochs.")
     save_interval_updates: int = option(0, "Save every so many updates; 0 only between epochs.")
-    keep_interval_updates: int | None = option(None, "Keep the last so many checkpoints of --save-interval-updates.")
+    keep_interval_updates: int | None = option(
+        None, "Keep the last so many of the checkpoints that --save-interval-updates makes."
+    )
     keep_last_epochs: int | None = option(None, "Keep the last so many checkpoints of whole epochs.")
     keep_best_checkpoints: int | None = option(None, "Keep the best so many checkpoints.")
     no_epoch_checkpoints: bool = option(

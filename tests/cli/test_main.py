@@ -121,6 +121,7 @@ def test_help_of_a_command_fits_80_columns(run, monkeypatch, command):
     assert (ran.code, ran.err) == (0, "")
     assert max(map(len, ran.out.splitlines())) <= 80
     assert "…" not in ran.out, "an option's name is cut off"
+    assert re.findall(r"\S+-$", ran.out, flags=re.MULTILINE) == [], "an option's name is broken at a hyphen"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
