@@ -50,13 +50,11 @@ def memory_errors() -> Iterator[None]:
 
 
 def _advice(arguments: Sequence[str]) -> str:
-    """What to make smaller: the sizes that were given, or else what there always is."""
+    """What to make smaller: numbers that no size can be, or the sizes that were given, or else what there always is."""
     words = [word for argument in arguments for word in argument.split("=", 1)]
-    given = [
-        f"{name} {value}"
-        for name, value in itertools.pairwise(words)
-        if name in _SIZES or (name.startswith("--") and value.isdecimal() and len(value) >= _MANY_DIGITS)
-    ]
-    if given:
-        return f"use a smaller {' or '.join(given)}"
+    given = [(name, value) for name, value in itertools.pairwise(words) if name.startswith("--")]
+    too_large = [(name, value) for name, value in given if value.isdecimal() and len(value) >= _MANY_DIGITS]
+    sizes = too_large or [(name, value) for name, value in given if name in _SIZES]
+    if sizes:
+        return f"use a smaller {' or '.join(f'{name} {value}' for name, value in sizes)}"
     return "use a smaller --batch-size or model; `lmtools plan` says what one needs"

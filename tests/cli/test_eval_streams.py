@@ -67,7 +67,10 @@ def test_options_that_cannot_work_are_refused(lmtools, txl, arguments, message):
     ("arguments", "message"),
     [
         (["--fairseq-compat", "--mem-len", 10**13], r"out of memory \(\d+ bytes [^\n]+ a smaller --mem-len 10{13}"),
-        (["--batch-size", 10**15], r"out of memory \([\d.]+ PiB [^\n]+ a smaller --batch-size 10{15}"),
+        (
+            ["--tokens-per-sample", 8, "--batch-size", 10**15],
+            r"out of memory \([\d.]+ PiB [^\n]+ a smaller --batch-size 10{15}",
+        ),
         ([f"--tokens-per-sample={10**25}"], "a size is too large [^\n]+ a smaller --tokens-per-sample 10{25}"),
         (["--clamp-len", 10**25], "a size is too large to compute with; use a smaller --clamp-len 10{25}"),
     ],

@@ -224,6 +224,16 @@ def test_memory_that_a_gpu_has_not_is_one_line(fail):
     assert fail(torch.OutOfMemoryError(said)) == (1, "", f"{line}`lmtools plan` says what one needs\n")
 
 
+def test_sizes_that_were_given_are_named(run, monkeypatch):
+    def command(**_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("lmtools.cli.app", command)
+    arguments = ["eval", "data", "--batch-size=64", "--gen-subset", "test", "--mem-len", "4000", "--json"]
+    line = "lmtools: out of memory; use a smaller --batch-size 64 or --mem-len 4000\n"
+    assert run(*arguments) == (1, "", line)
+
+
 @pytest.mark.parametrize("name", NO_SIZE)
 def test_a_number_that_no_size_can_be_is_one_line(fail, name):
     line = "lmtools: a size is too large to compute with; use a smaller --batch-size or model; "
