@@ -114,11 +114,15 @@ def plan(
     dtype: Annotated[
         DType | None, typer.Option(help="With --eval: what the model computes in; float16 if not given.")
     ] = None,
-    gpu_memory: Annotated[float | None, typer.Option(min=0, help="GiB of a device: says whether it fits.")] = None,
-    flops: Annotated[float | None, typer.Option(min=1, help="Operations a second of a device, such as 125e12.")] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=0, max=1e9, help="GiB of a device: says whether it fits.")
+    ] = None,
+    flops: Annotated[
+        float | None, typer.Option(min=1, max=1e30, help="Operations a second of a device, such as 125e12.")
+    ] = None,
     utilisation: Annotated[float, typer.Option(min=0.001, max=1, help="Share of --flops that is reached.")] = 0.4,
     link_bandwidth: Annotated[
-        float | None, typer.Option(min=1, help="Bytes a second between devices, such as 25e9.")
+        float | None, typer.Option(min=1, max=1e30, help="Bytes a second between devices, such as 25e9.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -187,3 +187,11 @@ def test_what_cannot_be_planned_is_a_line(lmtools, options, message):
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith(f"lmtools: {message}")
     assert len(ran.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", ["--gpu-memory", "--flops", "--link-bandwidth"])
+def test_what_no_device_has_is_no_number_to_plan_with(lmtools, option):
+    flops = [] if option == "--flops" else ["--flops", 1e12]
+    ran = lmtools("plan", "--arch", "transformer_lm", *flops, option, "inf")
+    assert (ran.code, ran.out) == (2, "")
+    assert f"Invalid value for '{option}'" in ran.err
