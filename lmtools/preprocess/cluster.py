@@ -125,9 +125,9 @@ def _quiet_about_cancelled_tasks() -> Iterator[None]:
     from distributed.comm import CommClosedError
 
     def is_wanted(record: logging.LogRecord) -> bool:
-        # Dask's executor may be fetching a result when the connection is closed. Where it is lost before its time,
-        # `_watch` sees it.
-        return not (record.exc_info and isinstance(record.exc_info[1], CommClosedError))
+        # Dask's executor may be fetching a result when its task is cancelled or the connection closed. Where that is
+        # lost before its time, `_watch` sees it.
+        return not (record.exc_info and isinstance(record.exc_info[1], (CommClosedError, CancelledError)))
 
     logger = logging.getLogger("tornado.application")
     logger.addFilter(is_wanted)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from distributed import Client
+from distributed.client import FutureCancelledError
 from distributed.comm import CommClosedError
 
 from lmtools.artifacts import read_manifest
@@ -166,8 +167,9 @@ def test_ctrl_c_ends_the_command_and_leaves_nothing(dask: DaskProcesses, text: P
         assert list(run_ordered(tasks.square_slowly, [3], workers=1, executor=cluster.executor)) == [9]
 
 
+@pytest.mark.parametrize("error", [CommClosedError("Stream is closed"), FutureCancelledError("key", "unknown")])
 def test_a_result_that_is_under_way_at_the_end_is_no_traceback(
-    dask: DaskProcesses, monkeypatch: pytest.MonkeyPatch
+    dask: DaskProcesses, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     fetching, ended, told = threading.Event(), threading.Event(), threading.Event()
     records: list[logging.LogRecord] = []
@@ -177,7 +179,7 @@ def test_a_result_that_is_under_way_at_the_end_is_no_traceback(
         while not ended.is_set():
             await asyncio.sleep(0.01)
         told.set()
-        raise CommClosedError("Stream is closed")
+        raise error
 
     monkeypatch.setattr(Client, "_gather", gather_until_the_end)
     handler = logging.Handler()
