@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import select
 import shutil
 import tempfile
 import uuid
@@ -30,6 +31,7 @@ from lmtools.errors import DataError
 from lmtools.files import disk_errors, is_device_or_pipe, open_binary
 
 _READ_BYTES = 1 << 20
+_LOOK_UP_MS = 500
 _REMOVALS = 100
 # Plain writing says what is wrong with a stream that is not open for it, or does the work.
 _NO_SENDFILE = (errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.ENOTSOCK, errno.ENOTSUP)
@@ -223,10 +225,27 @@ def plain_file(path: str | Path, scratch: Path) -> Iterator[Path]:
     copy = Path(copy_name)
     try:
         with disk_errors(copy), os.fdopen(descriptor, "wb") as target, open_binary(path) as source:
-            shutil.copyfileobj(source, target, _READ_BYTES)
+            copy_to_the_end = shutil.copyfileobj if Path(path).suffix in COMPRESSED_SUFFIXES else _copy_as_it_comes
+            copy_to_the_end(source, target, _READ_BYTES)
         yield copy
     finally:
         copy.unlink(missing_ok=True)
+
+
+def _copy_as_it_comes(source: BinaryIO, target: BinaryIO, most_bytes: int) -> None:
+    """Copy what a pipe gives; a signal ends that soon, whenever it comes.
+
+    Python hears of one between two calls: one that comes just before the waiting for a pipe, or with its first bytes,
+    would wait for the rest of the text.
+    """
+    readable = select.poll()
+    readable.register(source, select.POLLIN)
+    while True:
+        while not readable.poll(_LOOK_UP_MS):
+            pass
+        if not (chunk := os.read(source.fileno(), most_bytes)):
+            return
+        target.write(chunk)
 
 
 class Unchanged:

@@ -8,6 +8,7 @@ import io
 import itertools
 import lzma
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -143,6 +144,35 @@ def test_a_pipe_is_copied(tmp_path: Path) -> None:
     with plain_file(pipe, tmp_path) as plain:
         assert plain.read_bytes() == b"one\n"
     writer.join()
+
+
+def test_a_signal_does_not_wait_for_the_rest_of_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    ended, in_time = threading.Event(), []
+
+    def end(*_: object) -> None:
+        ended.set()
+        raise SystemExit
+
+    def write() -> None:
+        with open(pipe, "wb", buffering=0) as stream:
+            time.sleep(0.05)  # by now the other thread is reading
+            # Comes in this thread, so that it does not interrupt the other's reading: as if it came when that is over.
+            signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+            stream.write(b"one\n")
+            in_time.append(ended.wait(20))
+
+    before = signal.signal(signal.SIGUSR1, end)
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        with pytest.raises(SystemExit), plain_file(pipe, tmp_path):
+            pass
+    finally:
+        writer.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert in_time == [True]
 
 
 def test_a_missing_input_is_named(tmp_path: Path) -> None:
