@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from lmtools.errors import ConfigError
 from lmtools.files import NOTES_VARIABLE, atomic_write_text, remove_noted_temporaries
+from lmtools.parallel.attempt import agree_on_attempt
 from lmtools.parallel.failures import Failure, report, worker_error
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 _LAUNCHER_PID = "LMTOOLS_LAUNCHER_PID"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 _WORKER_BYTES = 128 << 20
 """Less than a worker takes before it holds anything: Python and torch."""
 _LOST_SECONDS = 3
@@ -61,7 +63,7 @@ def is_worker() -> bool:
 
 def is_restarted() -> bool:
     """Whether this process is a worker that elastic has started again after a failure."""
-    return is_worker() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return is_worker() and int(os.environ.get(_RESTART_COUNT, "0")) > 0
 
 
 def run_id() -> str | None:
@@ -239,11 +241,13 @@ def process_group(device_type: str, *, timeout: timedelta = timedelta(minutes=30
         return
     # Counts and other host data are reduced over gloo, whatever the device.
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    # Elastic keeps one store through all its restarts. Without keys of its own an attempt would find the addresses of
-    # the one before, where nobody listens any more.
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
-    attempt = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    attempt = dist.PrefixStore(agree_on_attempt(store, rank, world_size, timeout=timeout), store)
     dist.init_process_group(backend, store=attempt, rank=rank, world_size=world_size, timeout=timeout)
+    # Of several agents each counts the restarts that its own workers were the cause of.
+    num_restarts = torch.tensor(int(os.environ.get(_RESTART_COUNT, "0")))
+    dist.all_reduce(num_restarts, op=dist.ReduceOp.MAX)
+    os.environ[_RESTART_COUNT] = str(num_restarts.item())
     yield device
     dist.destroy_process_group()
 

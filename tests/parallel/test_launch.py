@@ -197,6 +197,13 @@ def test_all_workers_start_again_when_asked(marker: str) -> None:
     assert str(fail("0=succeed_after_restart")) == "rank 0 exited with code 1 and left no message"
 
 
+@pytest.mark.slow
+def test_workers_find_each_other_though_their_agents_have_counted_other_restarts() -> None:
+    """As after a failure on one of two machines."""
+    fates = ["0=restarted_by_its_agent_alone", "1=restarted_by_its_agent_alone"]
+    run_workers(fates, num_workers=2, command=(sys.executable, str(FATES), "fates", "2"))
+
+
 # --- the command line ---
 
 

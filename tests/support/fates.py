@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import typer
@@ -17,7 +18,7 @@ import typer
 from lmtools.cli import app, main
 from lmtools.errors import ConfigError, DataError
 from lmtools.files import atomic_write
-from lmtools.parallel.launch import is_worker, process_group, run_workers
+from lmtools.parallel.launch import is_restarted, is_worker, process_group, run_workers
 
 
 @app.command("fates")
@@ -66,6 +67,8 @@ def fates(num_workers: int, fates_of_ranks: list[str], save_on_stop: bool = Fals
             os.kill(os.getpid(), signal.SIGKILL)
         case "succeed_after_restart":
             raise typer.Exit(0 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" else 1)
+        case "restarted_by_its_agent_alone":
+            _join_with_a_count_of_its_own()
         case "save":
             _sleep_until_sigusr1_then_write(Path(argument))
         case "never_done_saving":
@@ -91,6 +94,13 @@ def _sleep_until_sigusr1_then_write(path: Path) -> None:
         time.sleep(0.05)
     time.sleep(0.5)
     path.write_text("saved")
+
+
+def _join_with_a_count_of_its_own() -> None:
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["RANK"]
+    with process_group("cpu", timeout=timedelta(seconds=60)):
+        if not is_restarted():
+            raise ValueError(f"rank {os.environ['RANK']} does not know that the run was started again")
 
 
 def _sum_ones_until_a_peer_is_gone(path: Path) -> None:
