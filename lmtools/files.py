@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -72,10 +73,26 @@ def _standard_input() -> IO[bytes]:
 def is_device_or_pipe(path: str | Path) -> bool:
     """Whether a name stands for something that is neither a regular file nor a folder, or for standard input/output.
 
-    Such a thing cannot be read twice, replaced, or have a file beside it.
+    Such a thing cannot be read twice, replaced, or have a file beside it. `/dev/stdout` and its like count whatever
+    they lead to: a file behind one is not only ours.
     """
+    if str(path) == STDIO or _open_descriptor(path) is not None:
+        return True
     # os.path's functions take a name that cannot be looked up (too long) for one that is not there; Path's raise.
-    return str(path) == STDIO or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
+def _open_descriptor(path: str | Path) -> int | None:
+    """The descriptor of this process that a name stands for: `/dev/stdout`, `/dev/fd/3`, `/proc/self/fd/3`."""
+    name = os.fspath(path)
+    for _ in range(40):  # as many links as the kernel follows
+        folder, last = os.path.split(name)
+        if last.isdecimal() and re.fullmatch(rf"/proc/{os.getpid()}(/task/\d+)?/fd", os.path.realpath(folder)):
+            return int(last) if os.path.exists(name) else None
+        if not os.path.islink(name):
+            return None
+        name = os.path.join(folder, os.readlink(name))
+    return None
 
 
 @contextmanager
@@ -83,8 +100,8 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
     """Write a file so that it is complete or absent.
 
     Args:
-        path: the target; `-` writes to standard output. A device or a pipe is written as it is, and where a link is
-            there, the file that it points to.
+        path: the target; `-` writes to standard output. A device or a pipe is written as it is, so is what is open
+            already (`/dev/stdout`), and where a link is there, the file that it points to.
 
     Yields:
         A binary stream. When the block ends without an exception, its content replaces the target.
@@ -98,6 +115,11 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
             sys.stdout.buffer.flush()
         return
     with disk_errors(path):
+        if (descriptor := _open_descriptor(path)) is not None:
+            # Not opened anew, which would empty a file behind it, also where the shell has opened it to append.
+            with os.fdopen(os.dup(descriptor), "wb") as stream:
+                yield stream
+            return
         if is_device_or_pipe(path):
             with open(path, "wb") as stream:
                 yield stream

@@ -260,6 +260,30 @@ def test_a_device_is_written_and_stays(tmp_path: Path) -> None:
     assert names(Path("/dev/null").parent).count("null") == 1
 
 
+@pytest.mark.parametrize("name", ["/dev/fd/{}", "/proc/self/fd/{}", "/proc/thread-self/fd/{}", "link"])
+def test_a_file_that_is_open_is_written_on(tmp_path: Path, name: str) -> None:
+    """As `/dev/stdout` with `>> log`, which is a link to `/proc/self/fd/1`."""
+    log = tmp_path / "log"
+    log.write_bytes(b"before\n")
+    with open(log, "ab") as stream:
+        link = tmp_path / "link"
+        link.symlink_to(f"/proc/self/fd/{stream.fileno()}")
+        path = str(link) if name == "link" else name.format(stream.fileno())
+        assert is_device_or_pipe(path)
+        atomic_write_text(path, "text\n")
+        atomic_write_text(path, "more\n")
+    assert log.read_bytes() == b"before\ntext\nmore\n"
+    assert sorted(tmp_path.iterdir()) == [link, log]
+    assert not is_device_or_pipe(log)
+
+
+def test_a_number_elsewhere_is_no_descriptor_and_neither_is_one_that_is_closed(tmp_path: Path) -> None:
+    atomic_write_text(tmp_path / "1", "text")
+    assert not is_device_or_pipe(tmp_path / "1")
+    assert (tmp_path / "1").read_text() == "text"
+    assert not is_device_or_pipe("/dev/fd/1000000")
+
+
 def test_a_pipe_is_written(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     read: list[bytes] = []
