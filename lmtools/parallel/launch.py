@@ -21,6 +21,7 @@ This module imports torch only inside functions: every command's start-up passes
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -31,8 +32,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 _LAUNCHER_PID = "LMTOOLS_LAUNCHER_PID"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+_RUN_ID = "TORCHELASTIC_RUN_ID"
 _WORKER_BYTES = 128 << 20
 """Less than a worker takes before it holds anything: Python and torch."""
 _LOST_SECONDS = 3
@@ -68,7 +71,7 @@ def is_restarted() -> bool:
 
 def run_id() -> str | None:
     """The name that elastic has for this run, the same after a restart; None for a process that it has not started."""
-    return os.environ.get("TORCHELASTIC_RUN_ID") if is_worker() else None
+    return os.environ.get(_RUN_ID) if is_worker() else None
 
 
 def has_launcher() -> bool:
@@ -105,7 +108,7 @@ def run_workers(
         grace_seconds: how long they may take to end then. A second signal ends them at once.
 
     Raises:
-        ConfigError: this machine's memory cannot hold so many processes.
+        ConfigError: this machine's memory cannot hold so many processes, or it does not let them start.
         WorkerError: a worker failed or was killed; all of them are gone.
         SystemExit: this process was told to stop; the code is 128 + the signal's number, and the workers are gone.
     """
@@ -122,13 +125,14 @@ def run_workers(
         raise SignalException(f"signal {signal_number}", stop_signal)
 
     # Elastic fills in "${local_rank}" in arguments, and would turn a "$$" of the user's into "$".
+    run = uuid.uuid4().hex
     escaped = [argument.replace("$", "$$") for argument in (*command[1:], *arguments)]
     with tempfile.TemporaryDirectory(prefix="lmtools-workers-") as error_folder:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=num_workers,
-            run_id=uuid.uuid4().hex,
+            run_id=run,
             # The launcher holds the store, on a port that the system picks: no race for it, whatever else is running.
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
@@ -146,8 +150,26 @@ def run_workers(
         except ChildFailedError as error:
             failures = [Failure(rank, end.exitcode, end.error_file_data) for rank, end in error.failures.items()]
             raise worker_error(failures) from None
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.ENOMEM):
+                raise
+            raise ConfigError(
+                f"{num_workers} processes cannot be started ({os.strerror(error.errno).lower()}); choose smaller --mp "
+                "and --dp, or allow more (`ulimit -u`)"
+            ) from error
         finally:
+            _end_workers(run)
             remove_noted_temporaries(error_folder)
+
+
+def _end_workers(run: str) -> None:
+    """End those that elastic has not: it knows of none before it has started all, and something may come in between."""
+    mark = f"{_RUN_ID}={run}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
+                os.waitpid(int(process.name), 0)
 
 
 def _require_memory(num_workers: int) -> None:

@@ -6,6 +6,8 @@ torch unless a test is about collectives.
 
 from __future__ import annotations
 
+import errno
+import importlib
 import json
 import os
 import runpy
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -269,6 +272,47 @@ def test_ctrl_c_leaves_no_process_and_no_noise(start: Start, to_the_whole_group:
     wait_until(lambda: len(workers_of(command)) == 2)
     (os.killpg if to_the_whole_group else os.kill)(command.pid, signal.SIGINT)
     assert command.result() == (130, "", "")
+    assert processes_with(marker) == []
+
+
+@pytest.fixture
+def start_one_then(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Lets something happen between the start of the first worker and that of the second."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def install(action: Callable[[], None]) -> None:
+        def popen(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+            if started:
+                action()
+            started.append(subprocess.Popen(*args, **kwargs))
+            return started[-1]
+
+        module = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+        monkeypatch.setattr(importlib.import_module(module), "Popen", popen)
+
+    yield install
+    assert len(started) == 1
+    started[0].wait()
+
+
+def test_a_signal_between_the_starts_of_workers_leaves_none(start_one_then, marker: str) -> None:
+    start_one_then(lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as caught:
+        run_workers([str(FATES), "fates", "2", "0=sleep"], num_workers=2, command=(sys.executable,))
+    assert caught.value.code == 143
+    assert processes_with(marker) == []
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM])
+def test_a_worker_that_cannot_be_started_leaves_none(start_one_then, marker: str, number: int) -> None:
+    def refuse() -> None:
+        raise OSError(number, os.strerror(number))
+
+    start_one_then(refuse)
+    with pytest.raises(
+        ConfigError, match=r"^2 processes cannot be started \(.*\); choose smaller --mp and --dp, or allow"
+    ):
+        run_workers([str(FATES), "fates", "2", "0=sleep"], num_workers=2, command=(sys.executable,))
     assert processes_with(marker) == []
 
 
