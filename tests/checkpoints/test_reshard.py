@@ -44,7 +44,7 @@ def test_golden_checkpoints_keep_every_bit_through_every_number_of_parts(golden,
         here = there
 
 
-@pytest.mark.parametrize("format", ["fairseq", "safetensors"])
+@pytest.mark.parametrize("format", ["fairseq", pytest.param("safetensors", marks=pytest.mark.slow)])
 def test_numbers_of_parts_that_do_not_divide_each_other(tmp_path, format):
     """And a vocabulary of 157 that no number of parts divides."""
     write_random(tmp_path / "source", MANY_HEADS, 8)
@@ -57,6 +57,7 @@ def test_numbers_of_parts_that_do_not_divide_each_other(tmp_path, format):
         here = there
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_the_shared_golden_checkpoints_too(shared_golden, tmp_path):
     for source in ("mp8", "mp8/legacy_fp16", "mp2_2020"):

@@ -158,7 +158,10 @@ def workers_of(pid: int) -> list[int]:
     return [process.pid for process in processes if process.parent in servers]
 
 
-@pytest.mark.parametrize(("signal_number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signal_number", "code"),
+    [(signal.SIGKILL, -9), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)],
+)
 def test_a_run_that_is_ended_leaves_the_old_output_and_no_process(
     start_lmtools: Start, long_text: Path, signal_number: signal.Signals, code: int
 ) -> None:
@@ -188,7 +191,7 @@ def test_a_killed_worker_is_one_line(start_lmtools: Start, long_text: Path) -> N
     assert sorted(path.name for path in output.parent.iterdir()) == ["text"]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_full_disk_is_one_line_and_leaves_nothing(start_lmtools: Start, long_text: Path, workers: int) -> None:
     output = long_text.with_name("ids")
     with start_lmtools(

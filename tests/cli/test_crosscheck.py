@@ -44,7 +44,7 @@ def test_program_of_fairseq_that_fails_says_its_last_line(lmtools, golden, tmp_p
     assert ran.err.splitlines()[-1] == "lmtools: fairseq's detok failed (exit 5): no such module"
 
 
-@pytest.mark.parametrize(("name", "code"), [("TERM", 143), ("INT", 130)])
+@pytest.mark.parametrize(("name", "code"), [("TERM", 143), pytest.param("INT", 130, marks=pytest.mark.slow)])
 def test_told_to_end_it_leaves_no_folder_and_no_program(lmtools, golden, tmp_path, monkeypatch, name, code):
     """While fairseq's detok is at work: what was copied and merged may be as large as the checkpoint."""
     python, pid, scratch = (tmp_path / name for name in ("python", "pid", "scratch"))

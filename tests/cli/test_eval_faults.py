@@ -193,6 +193,7 @@ def test_torchrun_and_lmtools_start_the_same_evaluation(start: Start, golden: Pa
     assert (tmp_path / "lmtools.npy").read_bytes() == (tmp_path / "torchrun.npy").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_all_in_time_and_its_run_is_resumed_on_fewer(
     start: Start, result: Path, journal: Path, marker: str
 ):

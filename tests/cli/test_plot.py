@@ -167,6 +167,7 @@ def test_an_svg_in_hours(monkeypatch, tmp_path, run):
     assert not any(text.endswith("k") for text in texts)
 
 
+@pytest.mark.slow
 def test_a_pdf(monkeypatch, tmp_path, run):
     assert plot(monkeypatch, run, "-o", tmp_path / "curves.pdf") == 0
     assert (tmp_path / "curves.pdf").read_bytes().startswith(b"%PDF")

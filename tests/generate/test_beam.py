@@ -52,7 +52,7 @@ def test_past_the_end_of_a_sentence(name):
 
 
 @pytest.mark.parametrize("lenpen", [1.0, 0.0, 2.0])
-@pytest.mark.parametrize("beam", [2, 5])
+@pytest.mark.parametrize("beam", [2, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["mp4", "plain", "txl"])
 def test_it_finds_what_the_slow_search_finds(name, beam, lenpen):
     model, bounds = golden_model(name), limits(max_new_tokens=7)

@@ -49,7 +49,7 @@ def assert_same(found: list[Continuation], expected: list[Continuation], toleran
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("name", ["mp4", "txl"])
+@pytest.mark.parametrize("name", ["mp4", pytest.param("txl", marks=pytest.mark.slow)])
 def test_past_the_end_of_a_sentence(name, sampling):
     """Which the models come to: as far as there is room, on the tokens that go before."""
     model, prompts, bounds = golden_model(name), some_prompts(5), limits(max_new_tokens=12)

@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).parents[2]
 SAMPLINGS = [Sampling(), Sampling(1.5, seed=3), Sampling(1.0, top_k=5, seed=4), Sampling(1.0, top_p=0.8, seed=5)]
 
 
-@pytest.mark.parametrize("path", ["mp4", "mp2_2020", "plain/model.pt"])
+@pytest.mark.parametrize("path", ["mp4", pytest.param("mp2_2020", marks=pytest.mark.slow), "plain/model.pt"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_tokens_and_probabilities_are_those_of_the_model_in_memory(golden: Path, path, dtype):
     """Greedy, drawn and by beam search, to the last bit: the same operations on the same rows."""

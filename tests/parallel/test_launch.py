@@ -220,6 +220,7 @@ def test_wrong_usage_exits_with_2_also_when_a_worker_finds_it(start: Start) -> N
     assert start("2", "1=usage").result() == (2, "", "lmtools: rank 1: --mp 3: does not divide the heads\n")
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_bugs_traceback_once(start: Start) -> None:
     exit_code, _, errors = start("2", "1=bug").result()
     assert exit_code == 1
@@ -303,7 +304,7 @@ def test_a_signal_between_the_starts_of_workers_leaves_none(start_one_then, mark
     assert processes_with(marker) == []
 
 
-@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM])
+@pytest.mark.parametrize("number", [errno.EAGAIN, pytest.param(errno.ENOMEM, marks=pytest.mark.slow)])
 def test_a_worker_that_cannot_be_started_leaves_none(start_one_then, marker: str, number: int) -> None:
     def refuse() -> None:
         raise OSError(number, os.strerror(number))

@@ -74,7 +74,7 @@ def planned(flags: dict[str, Any]) -> Any:
         {"optimizer": "adafactor"},
         {"optimizer": "adafactor", "beta1": 0.9, "bf16": True},
         {"share_decoder_input_output_embed": False, "decoder_learned_pos": True, "layernorm_embedding": True},
-        {"mp": 2},
+        pytest.param({"mp": 2}, marks=pytest.mark.slow),
         pytest.param({"mp": 4, "bf16": True}, marks=pytest.mark.slow),
         {"mp": 2, "sequence_parallel": True},
         {"dp": 2},
@@ -139,10 +139,10 @@ def test_activations_are_within_a_percent_of_those_of_a_real_model(flags):
 @pytest.mark.parametrize(
     "flags",
     [
-        {"mp": 2},
+        pytest.param({"mp": 2}, marks=pytest.mark.slow),
         {"mp": 2, "sequence_parallel": True},
         pytest.param({"mp": 4, "dropout": 0.1}, marks=pytest.mark.slow),
-        {"mp": 2, "checkpoint_activations": True},
+        pytest.param({"mp": 2, "checkpoint_activations": True}, marks=pytest.mark.slow),
         {"mp": 2, "offload_activations": True, "sequence_parallel": True},
     ],
     ids=str,

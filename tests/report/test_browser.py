@@ -42,7 +42,7 @@ def page(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["light", "dark"])
 def test_it_fits_and_can_be_read(browser, page, tmp_path, dark):
     found = measure(browser, page, LOOK, widths=WIDTHS, dark=dark, folder=tmp_path)
     for width, look in found.items():

@@ -51,6 +51,7 @@ def test_between_updates_between_epochs_and_at_the_end(tmp_path: Path):
     assert records["checkpoint_2_24"]["progress"]["position"] == {"epoch": 3, "num_batches": 0}
 
 
+@pytest.mark.slow
 def test_every_second_epoch(tmp_path: Path):
     flags = {"batch_size": 64, "save_interval": 2, "max_epoch": 3, "max_update": None}
     leg = train_a_leg({"save_dir": str(tmp_path), **flags})

@@ -103,7 +103,7 @@ def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint_and_its_metrics_
     assert kinds == expected
 
 
-@pytest.mark.parametrize("during_validation", [False, True])
+@pytest.mark.parametrize("during_validation", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_signal_ends_the_run_without_the_validation_which_is_made_when_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during_validation: bool
 ):

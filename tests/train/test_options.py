@@ -125,7 +125,9 @@ def test_train_subset_and_several_valid_subsets(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ({"keep_last_epochs": 2}, ["checkpoint_1_4", "checkpoint_3_12", "checkpoint_4_16"]),
+        pytest.param(
+            {"keep_last_epochs": 2}, ["checkpoint_1_4", "checkpoint_3_12", "checkpoint_4_16"], marks=pytest.mark.slow
+        ),
         ({"keep_last_epochs": 1, "keep_best_checkpoints": 2}, ["checkpoint_1_4", "checkpoint_3_12", "checkpoint_4_16"]),
         ({"keep_last_epochs": 1, "best_checkpoint_metric": "ppl"}, ["checkpoint_1_4", "checkpoint_4_16"]),
     ],

@@ -185,7 +185,9 @@ def assembled(folder: Path, entry: Any) -> dict[str, Tensor]:
     return whole
 
 
-@pytest.mark.parametrize(("parts", "rows", "step"), [("mp4", 160, 120), ("mp2_2020", 144, 105)])
+@pytest.mark.parametrize(
+    ("parts", "rows", "step"), [("mp4", 160, 120), pytest.param("mp2_2020", 144, 105, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("mp", "dp"), [(1, 1), (4, 1), (2, 2)])
 def test_fairseqs_parts_and_adams_moments_are_restored_on_any_mesh(
     golden: Path, tmp_path: Path, parts, rows, step, mp, dp

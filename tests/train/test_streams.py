@@ -91,6 +91,7 @@ def test_memory_matters_to_what_is_resumed(tmp_path, monkeypatch):
     assert any(not torch.equal(without.tensors[name], tensor) for name, tensor in with_memory.tensors.items())
 
 
+@pytest.mark.slow
 def test_the_replicas_may_change_but_not_the_rows(tmp_path):
     legs({"batch_size": 8}, tmp_path / "two", [2])
     assert legs({"batch_size": 8}, tmp_path / "two", [4])[0].progress["num_updates"] == 4
@@ -221,6 +222,7 @@ def test_updates_are_fairseqs(golden: Path, monkeypatch):
     assert_updates_are_fairseqs(golden / "txl", golden / "bin", monkeypatch, **OWN)
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_updates_are_fairseqs_of_wikitext(shared_golden: Path, monkeypatch):
     shape = {"n_layer": 3, "d_model": 48, "n_head": 4, "d_head": 12, "d_inner": 96, "mem_len": 32}

@@ -56,6 +56,7 @@ def test_what_a_resumed_run_makes_again_is_there_once(tmp_path):
     assert list(scalars(tmp_path / "logs")["train/loss_base2"]) == [1, 2, 4, 6]
 
 
+@pytest.mark.slow
 def test_one_rank_writes(tmp_path):
     run_ranks(2, train_a_leg, flags(tmp_path, dp=2, max_update=2))
     assert len(list((tmp_path / "logs").iterdir())) == 1
