@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import math
 import os
 import re
 import sys
@@ -21,6 +22,7 @@ from typing import Annotated, Any, Literal, Union
 import typer
 
 from lmtools.cli.fairseq_train import FOREIGN, SPELLINGS, replicas_of, require_one_width, translate
+from lmtools.cli.machine_memory import require_memory
 from lmtools.cli.options import for_tab, say
 from lmtools.errors import ConfigError
 from lmtools.models.architectures import ARCHITECTURES
@@ -79,7 +81,7 @@ def _train(run: Run, ignored: list[str]) -> None:
         from lmtools.train.start import find_origin
 
         LossScaler.of(config)
-        find_origin(run, data)
+        _require_memory_for_state(run, find_origin(run, data).vocab_size)
     if (config.mp * config.dp > 1 or config.restarts) and not is_worker():
         import signal
 
@@ -156,6 +158,25 @@ def _command() -> Callable[..., None]:
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation, default=default)
+
+
+def _require_memory_for_state(run: Run, vocab_size: int) -> None:
+    """Weights, gradients and the optimizer's state must have a place; activations come on top."""
+    from lmtools.checkpoints.models import model_config
+    from lmtools.models.size import num_matrix_elements
+    from lmtools.plan.memory import optimizer_bytes
+    from lmtools.train.precision import parameter_dtype
+
+    config = run.train
+    num_elements = num_matrix_elements(model_config(run.model, vocab_size))
+    side = math.isqrt(num_elements)  # as one square matrix, of which Adafactor keeps the least
+    num_bytes = 2 * num_elements * parameter_dtype(config).itemsize + optimizer_bytes({"": (side, side)}, config)
+    require_memory(
+        num_bytes * (config.dp if config.zero == 0 else 1),
+        device=config.device,
+        what=f"training {num_elements:,} parameters (weights, gradients, the optimizer's state)",
+        advice="`lmtools plan` says what each choice takes; torchrun shares a run over several machines",
+    )
 
 
 def _annotation(name: str, hint: Any, field: dataclasses.Field[Any], *, panel: str) -> Any:
