@@ -12,7 +12,7 @@ import typer
 
 from lmtools.cli.eval_checks import journal_target, require_inputs_stay, require_sensible_options
 from lmtools.cli.eval_output import bar_of_rank_0, document_of, show, write
-from lmtools.cli.machine_memory import require_memory
+from lmtools.cli.machine_memory import require_memory_for_model
 from lmtools.cli.memory_options import (
     ClampLenOption,
     MemLenOption,
@@ -183,7 +183,6 @@ def evaluate(
     from lmtools.evaluate.result import checkpoint_hashes
     from lmtools.evaluate.run import score_split
     from lmtools.evaluate.splits import open_split, require_rows
-    from lmtools.models.size import num_matrix_elements
     from lmtools.parallel.allocator import tune_cpu_memory
     from lmtools.parallel.launch import is_worker, run_workers
     from lmtools.parallel.mesh import open_mesh
@@ -193,12 +192,7 @@ def evaluate(
     config = require_transformer_lm(checkpoint, "use --task truncated_bptt_lm")
     require_divisible(checkpoint, mp)
     if not offload:
-        require_memory(
-            dp * num_matrix_elements(config) * getattr(torch, dtype.value).itemsize,
-            device=device.value if device else None,
-            what=f"the model in {dtype.value}",
-            advice="use --dtype bfloat16, or --offload",
-        )
+        require_memory_for_model(config, dtype, device, replicas=dp)
     maximum = config.max_target_positions
     tokens_per_sample = tokens_per_sample or maximum
     # Positions that were learned end with the last one; those that are computed have one more for <s>.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmtools.cli.eval_checks import require_inputs_stay
 from lmtools.cli.eval_output import bar_of_rank_0, document_of, show, write
-from lmtools.cli.machine_memory import require_memory
+from lmtools.cli.machine_memory import require_memory_for_model
 from lmtools.cli.memory_options import with_memory_options
 from lmtools.cli.options import Device, DType
 from lmtools.errors import ConfigError
@@ -60,7 +60,6 @@ def evaluate_streams(
     from lmtools.evaluate.result import checkpoint_hashes
     from lmtools.evaluate.splits import open_split, require_vocabulary
     from lmtools.evaluate.streams import score_streams, scored_part
-    from lmtools.models.size import num_matrix_elements
     from lmtools.models.transformer_xl import TransformerXL
     from lmtools.parallel.allocator import tune_cpu_memory
     from lmtools.parallel.launch import is_worker, run_workers
@@ -71,12 +70,7 @@ def evaluate_streams(
     if "mem_len" not in overrides and isinstance(checkpoint, TransformerXLCheckpoint) and not checkpoint.says_lengths:
         raise ConfigError(f"{checkpoint.paths[0]}: does not say how long its memory was; give --mem-len, 0 for none")
     require_divisible(checkpoint, mp)
-    require_memory(
-        dp * num_matrix_elements(checkpoint.config) * getattr(torch, dtype.value).itemsize,
-        device=device.value if device else None,
-        what=f"the model in {dtype.value}",
-        advice="use --dtype bfloat16, or a larger machine",
-    )
+    require_memory_for_model(checkpoint.config, dtype, device, replicas=dp, instead="a larger machine")
     tokens_per_sample = tokens_per_sample or checkpoint.tokens_per_sample
     if tokens_per_sample is None:
         raise ConfigError("--tokens-per-sample: give the length of a chunk, this checkpoint does not say")

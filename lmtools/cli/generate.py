@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmtools.cli.dictionaries import Bpe, OpenCodec, open_codec
-from lmtools.cli.machine_memory import require_memory
+from lmtools.cli.machine_memory import require_memory_for_model
 from lmtools.cli.memory_options import (
     ClampLenOption,
     MemLenOption,
@@ -118,7 +118,6 @@ def generate(
     from lmtools.generate.beam import beam_search
     from lmtools.generate.decode import Limits, continue_prompts
     from lmtools.generate.sampling import Sampling
-    from lmtools.models.size import num_matrix_elements
     from lmtools.parallel.launch import is_worker, run_workers
     from lmtools.parallel.mesh import open_mesh
 
@@ -130,12 +129,7 @@ def generate(
         of_offloaded = require_transformer_lm(checkpoint, "its layers cannot be left in the file")
     require_divisible(checkpoint, mp)
     if not offload:
-        require_memory(
-            num_matrix_elements(checkpoint.config) * getattr(torch, dtype.value).itemsize,
-            device=device.value if device else None,
-            what=f"the model in {dtype.value}",
-            advice="use --dtype bfloat16, or --offload",
-        )
+        require_memory_for_model(checkpoint.config, dtype, device)
     unknown: list[str] = []
     opened = open_codec(checkpoint, dictionary, bpe, encoder_json, vocab_bpe, on_unknown=unknown.append)
     codec, eos_index = opened.codec, opened.eos_index

@@ -9,8 +9,34 @@ import os
 import re
 from pathlib import Path
 
+from lmtools.cli.options import Device, DType
 from lmtools.errors import ConfigError
+from lmtools.models.architectures import ModelConfig
 from lmtools.parallel.launch import is_worker
+
+
+def require_memory_for_model(
+    config: ModelConfig, dtype: DType, device: Device | None, *, replicas: int = 1, instead: str = "--offload"
+) -> None:
+    """As `require_memory`, for a model that is only read: its matrices, once for each replica.
+
+    Args:
+        config: the model.
+        dtype: of its parameters.
+        device: as in `require_memory`.
+        replicas: how many copies this machine holds.
+        instead: what to do if a smaller dtype is not enough.
+    """
+    import torch
+
+    from lmtools.models.size import num_matrix_elements
+
+    require_memory(
+        replicas * num_matrix_elements(config) * getattr(torch, dtype.value).itemsize,
+        device=device.value if device else None,
+        what=f"the model in {dtype.value}",
+        advice=f"use --dtype bfloat16, or {instead}",
+    )
 
 
 def require_memory(num_bytes: int, *, device: str | None, what: str, advice: str) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lmtools.models.architectures import TransformerLMConfig, TransformerXLConfig
+from lmtools.models.architectures import ModelConfig, TransformerXLConfig
 
 
-def num_matrix_elements(config: TransformerLMConfig | TransformerXLConfig) -> int:
+def num_matrix_elements(config: ModelConfig) -> int:
     """Elements of a model's matrices. It has a little more: biases, norms, learned positions, projections of clusters.
 
     A Transformer-XL's words count once, though its output may have a table of its own.
